@@ -9,28 +9,28 @@ import types
 from unittest.mock import patch
 
 import pytest
-import torch._inductor.config  # noqa: F401  reads CXX once, before a test says that there is no compiler
+import torch._inductor.config  # noqa: F401  reads CXX once, so import it before a test sets CXX
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-# As it comes, a twentieth of the tests' time goes into looking through torch and transformers.
+# With the default thresholds garbage collection takes 5 % of the tests' time, most of it on torch and transformers.
 gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_finish():
-    """Everything is imported: no collection looks there again."""
+    """All modules are imported: exclude them from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def refused(done, *says):
-    """What script() returned: exit code 2, and one line of stderr that holds these words."""
+    """Assert that script() returned exit code 2 and one line of stderr that holds these words."""
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert all(word in done.stderr for word in says), done.stderr
 
 
 def table(text):
-    """The rows of a table in a text: cells between |."""
+    """The rows of a table in a string, whose cells are separated by |."""
     return [
         list(map(str.strip, line.split("|")))
         for line in text.strip().splitlines()
@@ -44,7 +44,7 @@ def weights(run):
 
 
 def same(one, other):
-    """Are the parameters of two runs the same bits?"""
+    """Whether the parameters of two runs are bit-exact."""
     return all(one[name].equal(other[name]) for name in one)
 
 
@@ -54,7 +54,7 @@ def script(name, *args, stdin="", pictures=False):
     .returncode, .stdout and .stderr. pictures: draw loss.png, which costs 0.4 s, more than most runs.
     """
     from engine import plot
-    # A new process would import the modules to which a script hands its command line anew.
+    # A new process would import these modules anew: a script hands its command line to them.
     attached = "train prepare posttrain.attach posttrain.start posttrain.common corpus.join tests.lesson"
     for attached in attached.split():
         package, _, leaf = attached.rpartition(".")
@@ -80,7 +80,7 @@ def script(name, *args, stdin="", pictures=False):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder of data: the bytes of engine/, for tests that train on any text."""
+    """A data folder with the bytes of engine/*.py, for tests that train on any text."""
     folder = tmp_path_factory.mktemp("data") / "own"
     run("prepare.py", f"{ROOT}/engine/*.py", f"--out={folder}", "--tokenizer=byte", "--val_share=0.05")
     return folder
@@ -89,7 +89,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def launch():
     """
-    launch(2, *args, script="posttrain.sft", logs=path): a script on two ranks, forked from one warm process
+    launch(2, *args, script="posttrain.sft", logs=path): run a script on two ranks, forked from one warm process
     (tests/faults/launch.py).
     """
     from faults.launch import Trial

@@ -1,4 +1,4 @@
-"""Corpora for the tests of the data rooms: texts, the command, and the content of a data folder, from its files."""
+"""Corpora for the tests of prepare.py and corpus/: texts, commands, and readers of a data folder's files."""
 import json
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def write_lines(path, records):
 
 
 def put(root, files):
-    """Write files {name: bytes or str} below a folder, with theirs. Returns the folder."""
+    """Write files {name: bytes or str} below a folder, and their parent folders. Returns the folder."""
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -50,12 +50,12 @@ def put(root, files):
 
 
 def fill(out, *args):
-    """prepare.py ARGS into the folder `out`, with bytes as tokens."""
+    """Run prepare.py ARGS into the folder `out`, with bytes as tokens. Returns its output."""
     return run("prepare.py", "--tokenizer=byte", *args, f"--out={out}").stdout
 
 
 def refuse(says, *args, name="prepare.py"):
-    """The command ends with exit code 2 and one line that says so."""
+    """Assert that the command ends with exit code 2 and one line that holds `says`."""
     refused(script(name, *args), says)
 
 
@@ -72,7 +72,7 @@ def report(folder):
 
 
 def written(folder):
-    """{file: bytes} of all that two equal runs have in common."""
+    """{file: bytes} of a folder without its reports, which differ between equal runs."""
     files = sorted(Path(folder).iterdir())
     return {
         file.name: file.read_bytes()
@@ -92,7 +92,7 @@ def streams(folder):
 
 
 def texts_of(folder):
-    """{split: the texts of a folder of bytes, in order}, read from the shards alone."""
+    """{split: the texts in order} of a folder whose tokens are bytes, read from the shards alone."""
     found = dict(train=[], val=[])
     for (_, split), stream in streams(folder).items():
         documents = np.split(stream, np.flatnonzero(stream == BYTE.bos))[1:]

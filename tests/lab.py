@@ -1,10 +1,10 @@
 """
-A folder with one of everything, small, made once for the whole run of pytest and never changed: the fixture `lab`.
+The fixture `lab`: a small folder with one run of each kind, made once per run of pytest and never changed.
 
-    data/                    the bytes of 40 pages that never change
+    data/                    the bytes of 40 fixed pages
     chats.jsonl, prompts.jsonl, reward.py
     pretrained/  hf/         a run of train.py, and its export
-    sft/  adapted/  qrpo/    SFT of hf/, the same by adapters, and QRPO of sft/
+    sft/  adapted/  qrpo/    SFT of hf/, the same with adapters, and QRPO of sft/
 """
 import fcntl
 import json
@@ -26,13 +26,13 @@ def few(row, completions): return [1]
 
 
 def pretraining(lab, out, *args):
-    """The command line of a run of 10 steps; args come last, and win."""
+    """The command line of a run of 10 steps; args come last, so they override."""
     how = "--total_samples=80 --warmup_samples=8 --decay_samples=24 --batch_size=8 --micro_batch=4 --sample_every=0"
     return ["train.py", *SHAPE, *how.split(), f"--data={lab}/data", f"--out={out}", *args]
 
 
 def tuning(lab, out, *args, start="hf"):
-    """24 conversations, 20 steps; afterwards the model says something short and ends."""
+    """The command line of 20 steps of SFT on 24 conversations, after which the model gives short answers."""
     how = """--batch_size=6 --micro_batch=2 --lr=1e-2 --epochs=5 --checkpoint_every=5 --keep_checkpoints=0
         --optimizer=adamw --dtype=float32 --device=cpu"""
     files = f"--init_from={lab}/{start}", f"--data={lab}/chats.jsonl", f"--out={out}"
@@ -40,7 +40,7 @@ def tuning(lab, out, *args, start="hf"):
 
 
 def aligning(lab, out, *args, start="sft"):
-    """6 prompts with 6 references each, 12 steps."""
+    """The command line of 12 steps of QRPO on 6 prompts with 6 references each."""
     how = """--n_refs=6 --sample_batch=12 --max_new_tokens=40 --batch_size=4 --micro_batch=2 --lr=1e-3 --rank_every=1
         --pairs_per_prompt=0 --checkpoint_every=3 --dtype=float32 --keep_checkpoints=0 --epochs=2 --device=cpu"""
     files = f"--init_from={lab}/{start}", f"--data={lab}/prompts.jsonl", f"--rewards={lab}/reward.py", f"--out={out}"
@@ -78,7 +78,7 @@ def make(lab):
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory):
-    """The folder; the workers of one run of pytest share it."""
+    """The folder, which all workers of a run of pytest share."""
     shared = tmp_path_factory.getbasetemp()
     folder = (shared.parent if shared.name.startswith("popen-") else shared) / "lab"
     with open(f"{folder}.lock", "w") as lock:

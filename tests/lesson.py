@@ -1,6 +1,6 @@
 """
 Learn Apertus by building it: the lessons of docs/learn.md. A lesson gives you a file of the project in which the bodies
-of a few functions are missing. You write them, and the project's own tests judge them.
+of a few functions are missing. You write them, and the project's own tests check them.
 
 $ python -m tools.lesson                        # the lessons
 $ python -m tools.lesson goldfish               # makes lessons/goldfish/, and prints what to read and what to write
@@ -9,7 +9,7 @@ $ python -m tools.lesson goldfish --check       # the tests of the lesson, with 
 $ python -m tools.lesson goldfish --solution    # the difference between your file and the project's
 
 If tests fail, --check runs them again on the project's file with each of the typical mistakes in tools/lessons.toml,
-and names the mistake after which they fail as they do on your file.
+and names the mistake with which they fail as they do on your file.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from configurator import ROOT
 
-paths = []             # the name of a lesson
+paths = []             # name of a lesson; none lists all
 hint = False           # print the next of its hints
 check = False          # run its tests on your file
 solution = False       # print the difference between your file and the project's
@@ -35,7 +35,7 @@ out = "lessons"        # folder of your files
 
 
 def emptied(source, module, names):
-    """The text of a module without the bodies of some functions, NAME or CLASS.NAME. Their docstrings stay."""
+    """The source of a module without the bodies of some functions, NAME or CLASS.NAME. Their docstrings stay."""
     for name in names:
         block = inspect.getsource(pkgutil.resolve_name(f"{module}:{name}"))
         # From the signature, which is indented like its decorators, to the docstring, if there is one.
@@ -53,9 +53,9 @@ def tested(folder, lesson):
     """
     Run the tests of a lesson with the file in a folder in place of the project's.
 
-    Returns pytest's exit code, its output, and as a set of texts what fails and how, to compare two files by.
+    Returns pytest's exit code, its output, and the set of its failures and error lines, by which two files compare.
     """
-    # pytest imports a plugin before it imports the tests; with -P, Python looks for it in PYTHONPATH alone.
+    # As a plugin the file is imported before the tests are; with -P Python finds it in PYTHONPATH, not in the root.
     command = f"'{sys.executable}' -P -m pytest -q --tb=short -rpf -p {lesson['module']} {lesson['tests']}"
     env = os.environ | dict(PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
     done = subprocess.run(shlex.split(command), env=env, capture_output=True, text=True)

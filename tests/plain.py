@@ -11,7 +11,7 @@ import convert
 
 
 class Plain:
-    """A model in fp64, from a folder or as it is, and the averages of its optimizer."""
+    """A model in fp64, loaded from a folder or given, and the averages of its optimizer."""
 
     def __init__(self, folder=None, model=None):
         self.model = model or convert.load_any(str(folder), "cpu", torch.float64)[0]
@@ -30,9 +30,9 @@ class Plain:
     @torch.no_grad()
     def update(self, t, steps, lr, clip, eps, weight_decay, adamw, betas=(0.9, 0.999, 0.99), alpha=8.0, b3_steps=None):
         """
-        Step t = 1, 2, ...: alpha rises over the first `steps`, the half-life of the slow average over b3_steps.
+        Take step t = 1, 2, ...: alpha warms up over `steps`, the half-life of the slow average over b3_steps.
 
-        Returns the norm of the gradient. clip: its largest norm, 0 = any.
+        Returns the norm of the gradient. clip: the largest norm that is not clipped; 0 = no clipping.
         """
         norm = clip_grad_norm_(self.params, clip or math.inf).item()
         b1, b2, b3 = betas
@@ -54,6 +54,6 @@ class Plain:
 
     @torch.no_grad()
     def distance(self, trained):
-        """How far another model's weights are from these, as a share of the distance that training has moved them."""
+        """The distance of another model's weights to these, as a share of the distance that training moved these."""
         here, there = parameters_to_vector(self.params), parameters_to_vector(trained.parameters())
         return ((there - here).norm() / (self.start - here).norm()).item()

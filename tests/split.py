@@ -1,6 +1,6 @@
 """
-Windows over ranks (engine/sequence.py): each of four ranks holds its part of a window, for P = 2 and 4, against the
-whole window, which it computes by itself. Started by test_parallel.py; an AssertionError is a failure there.
+Windows split over ranks (engine/sequence.py): P = 2 or 4 of four ranks share a window, and each compares the result
+with the whole window, which it also computes alone. test_parallel.py starts this script and fails on an AssertionError.
 """
 from math import inf
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from engine.sequence import SplitForward, SplitRanks, split_attention
 from model import Apertus
 from tiny import small
 
-# Two windows: documents end at 5, 13, 21 and 30, across the cuts; the last quarter has no loss at all.
+# Two windows. Documents begin at 5, 13, 21 and 30, not at the cuts between ranks; the last quarter has no loss.
 IDX = torch.arange(64).view(2, 32) * 7 % 97
 DOC = (torch.arange(32) >= torch.tensor([[5, 21, 30], [13, 32, 32]])[..., None]).sum(1)
 KEEP = (IDX % 2 == 0) & (torch.arange(32) < 24)
@@ -27,7 +27,7 @@ class Split(SplitForward, Apertus):
 
 
 def step(dtype, ranks=None, mode="none", compiled=False):
-    """The loss, all gradients and the loss of each token; with ranks, of this rank's part of the windows."""
+    """The loss, all gradients and the loss of each token: of whole windows, or with ranks of this rank's part."""
     model = small(n_head=8, n_kv_head=4, n_embd=32).to(dtype)
     P = 1
     if ranks:
@@ -36,17 +36,17 @@ def step(dtype, ranks=None, mode="none", compiled=False):
     recompute_activations(model, mode)
     for block in model.model.layers if compiled else ():
         block.compile(backend="eager", fullgraph=True)     # a graph break would be an error
-    # Each of the P ranks has counted all tokens of the window.
+    # P times the tokens, because each of the P ranks has counted all tokens of the window.
     _, loss = model(*BATCH, n_tokens=P * KEEP.sum().item())
     loss.backward()
-    # Losses of tokens come back P times as large.
+    # The model returns losses of tokens that are P times too large.
     gradients = [p.grad for p in model.parameters()]
     _, nll = model(*BATCH, per_token=True)
     return [loss.detach(), *gradients, nll.detach() / P]
 
 
 def check(ranks, dtype, tolerance, *how):
-    """Sums over ranks are those of the whole, to a share of the largest number of each tensor."""
+    """Compare sums over ranks with the whole window's tensors. tolerance: share of a tensor's largest value."""
     for part, whole in zip(step(dtype, ranks, *how), step(dtype), strict=True):
         dist.all_reduce(part)
         assert (part / ranks.groups - whole).abs().max() <= tolerance * whole.abs().max()
@@ -65,6 +65,6 @@ if __name__ == "__main__":
                 check(each, torch.float64, 1e-12, *how)
         run = SimpleNamespace(model=small(), ranks=ranks, device="cpu", rows=2, stop=[], step_began=inf)
         _, positions, _ = train.forward_backward(run, BATCH, 0)
-        # The speed counts each position once: two groups have two windows each.
+        # The tokens/s count each position once: two groups of ranks have two windows each.
         assert positions == 2 * IDX.numel()
         ranks.leave()

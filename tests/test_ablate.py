@@ -1,4 +1,4 @@
-"""ablate.py and kit.py: statistics against scipy, R and closed cases, a study of seconds, the committed results."""
+"""ablate.py and kit.py: statistics against scipy, R and closed forms, a small study, and the committed studies."""
 import os
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from studies import ablate, kit
 
 
 def run(arm, seed, final):
-    """A row of runs.jsonl: two validations, the last of them `final`."""
+    """A row of runs.jsonl with two validations, the last of which is `final`."""
     curve = dict(tokens=[100, 200], val_bpb=[final + 1, final])
     return dict(arm=arm, lr=1e-3, seed=seed, parameters=10, seconds=1.0, **curve)
 
@@ -42,7 +42,7 @@ CONCLUSIONS = {
 
 def test_the_conclusion_is_the_interval_of_the_differences_by_seed():
     """
-    A seed that is worse by 10 for both arms says nothing about them, and seed 0, of the search, is not reported.
+    A seed that is worse by 10 for both arms does not change their difference. Seed 0, of the search, is not reported.
     Authority: scipy.stats.t.interval(0.95, 2, mean, sem).
     """
     for said, values in CONCLUSIONS.items():
@@ -70,9 +70,9 @@ def test_runs_take_the_visible_gpus_in_turn_and_keep_their_order(monkeypatch):
 
 def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch):
     """
-    Two arms, two seeds, two rates and 4 steps: each reported seed has the rate of the lower search run of its arm.
+    Two arms, two seeds, two rates and 4 steps: reported seeds use the rate with the lower loss in their arm's search.
 
-    train.py runs in this process, which spares eight imports of torch.
+    train.py runs in this process, which saves eight imports of torch.
     """
     shorter = "total_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n"
     (tmp_path / "size.py").write_text(read_text(f"{ROOT}/configs/tiny.py") + shorter)
@@ -100,7 +100,7 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
 
 
 def test_each_arm_of_each_committed_study_is_a_run_of_its_own(data, monkeypatch):
-    """Their settings are train.py's, or planned() would raise. On other data a study has no committed conclusion."""
+    """planned() raises for a setting that train.py lacks. On other data a study shows no committed conclusion."""
     monkeypatch.setattr(ablate, "data", data)
     monkeypatch.setattr(ablate, "paths", ["tying"])
     other = ablate.chosen()

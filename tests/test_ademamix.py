@@ -20,7 +20,7 @@ CASES = json.loads(Path(GOLDEN, "ademamix.json").read_text())
     [(torch.float64, 1e-13), (torch.float32, 1e-6)]
 )
 def test_sixty_steps_are_the_published_ones(case, dtype, tolerance):
-    """Also if the step scales the gradients, and another optimizer loads its states after step 23."""
+    """With scaled gradients, and with a second optimizer that loads the states after step 23."""
     arrays = tensors("ademamix.npz")
     init, grads, want = (arrays[f"{name}_{case}"] for name in ("init", "grads", "params"))
     params = [
@@ -69,7 +69,7 @@ def one(dtype=torch.float32, **how):
 
 
 def test_by_default_it_has_the_published_settings():
-    """Report table of hyperparameters, and the optimizer's paper for lr and eps; no warm-up."""
+    """The report's table of hyperparameters; lr and eps from the optimizer's paper; no warm-up."""
     want = dict(lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1, beta3_warmup=None,
                 alpha_warmup=None)
     assert want.items() <= one()[1].param_groups[0].items()
@@ -108,7 +108,7 @@ COMPILED = """
 
 @pytest.mark.parametrize("row", table(COMPILED))
 def test_it_compiles_from_a_million_parameters_on_or_as_it_is_told(row):
-    """Only the choice is looked at, test_averages.py has the compiled update."""
+    """This tests the choice only; test_averages.py tests the compiled update."""
     n, told, compiled = map(literal, row)
     params = [
         torch.nn.Parameter(torch.zeros(size))

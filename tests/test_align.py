@@ -20,7 +20,7 @@ def test_the_reward_is_the_distance_to_the_sum_and_30_for_what_is_no_answer():
 
 
 def test_the_teacher_answers_all_tasks_well_formed():
-    """4 to 8 digits, enough for the sum; each is off by 2 or so, and their sum by less than 24."""
+    """It answers with 4 to 8 digits, enough to reach the sum, and misses the sum by less than 24."""
     rng = np.random.default_rng(2)
     for total, first in itertools.product(range(10, 50), range(1, 10)):
         answer = align.teacher(rng, total, first)
@@ -31,7 +31,7 @@ def test_the_teacher_answers_all_tasks_well_formed():
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """The reference model and one that is trained, on disk, and test prompts. Each reward is above those before it."""
+    """A reference model and another model on disk, and test prompts. Each reward is larger than the one before."""
     count = itertools.count(1)
     (tmp_path / "tuning.json").write_text('{"chosen": {"qrpo": {"beta": 0.3}}}')
     settings = dict(

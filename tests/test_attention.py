@@ -11,7 +11,7 @@ BOTH = pytest.mark.parametrize("formula", [True, False], ids=["formula", "segmen
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Choose the formula or segments, and slices of 16 queries, which make several of a short window."""
+    """ways(formula): choose the formula or one kernel call per document. Slices of 16 queries cut short windows too."""
     monkeypatch.setattr(attention, "SLICE", 16)
     return lambda formula: monkeypatch.setattr(attention, "by_formula", lambda q: formula)
 
@@ -45,7 +45,7 @@ def with_gradients(attend, inputs, doc):
     ])
 
 
-# bf16 keeps 8 bits: 2^-8 of the largest, and scores that are rounded before softmax four times that.
+# bf16 keeps 8 bits, an error of 2^-8 of the largest value; scores rounded before softmax make it four times that.
 @pytest.mark.parametrize("dtype, tolerance", [
     (torch.float32, 1e-6),
     (torch.bfloat16, 2**-6)
@@ -81,7 +81,7 @@ def test_the_formula_is_for_short_windows_in_bf16_and_keeps_probabilities(dtype,
 
 
 def test_a_key_adds_up_gradients_of_all_slices_in_fp32(ways):
-    """With equal scores query i gives each key 1/i. The last terms of this harmonic number are too small for bf16."""
+    """With equal scores query i gives each key 1/i. Added in bf16, the last terms of these sums would be lost."""
     zeros = torch.zeros(1, 1, 512, 8, dtype=torch.bfloat16)
     v = torch.zeros_like(zeros).requires_grad_()
     attend_on_cpu(zeros, zeros, v).sum().backward()
@@ -92,6 +92,6 @@ def test_a_key_adds_up_gradients_of_all_slices_in_fp32(ways):
 
 @BOTH
 def test_torch_finds_no_fault_with_the_operator(ways, formula):
-    """Shapes, strides and gradients, as torch.compile relies on them."""
+    """Shapes, strides and gradients, on which torch.compile relies."""
     ways(formula)
     torch.library.opcheck(attention.attention, (documents_of(20), *qkv(20)))

@@ -9,7 +9,7 @@ from engine.averages import stochastic_bf16
 from engine.hardware import can_compile
 
 has_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler")
-# Whole rows, two of one length, which are updated in one call; a large tensor with a remainder; small ones.
+# Tensors of whole rows, two of them of equal length (updated in one call), a large one with a remainder, small ones.
 SHAPES = [
     (64, 80),
     (5003,),
@@ -33,7 +33,7 @@ def trained(compile, **options):
     how = dict(betas=(0.9, 0.999, 0.99), alpha_warmup=10, beta3_warmup=10, compile=compile)
     opt = AdEMAMix(params, **how | options)
     for t in range(5):
-        # As FSDP's: gradients that are parts of one buffer. In every other step they are on their own.
+        # In every other step gradients are views of one buffer, as FSDP's are; in the others they are separate tensors.
         for p, part in zip(params, torch.randn(sum(sizes)).split(sizes)):
             p.grad = part.view(p.shape) if t % 2 else part.view(p.shape).clone()
         if t == 0:
@@ -45,7 +45,7 @@ def trained(compile, **options):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """No update that another test has compiled, or patched."""
+    """Drop updates that another test has compiled or patched."""
     averages.updater.cache_clear()
     yield
     averages.updater.cache_clear()
@@ -57,7 +57,7 @@ def fresh():
     pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler),
 ])
 def test_compiled_it_is_eager_to_rounding_and_one_kernel_serves_all_sizes_and_steps(monkeypatch, backend, options):
-    """In bf16 to that of the averages: elements are counted in each row, so the noise differs where rows are joined."""
+    """In bf16 to the averages' rounding: noise depends on the place in a row, and joining changes rows."""
     torch._dynamo.reset()
     counter, compile = CompileCounterWithBackend(backend), torch.compile
     monkeypatch.setattr(averages, "can_compile", lambda device: True)
@@ -67,9 +67,9 @@ def test_compiled_it_is_eager_to_rounding_and_one_kernel_serves_all_sizes_and_st
     bound = dict(rtol=1e-2, atol=1e-2) if backend == "inductor" else dict(rtol=1e-6, atol=1e-7)
     torch.testing.assert_close((fused, two), (eager, one), **bound)
     assert counter.frame_count == 1
-    # Autograd counts the changes, so that a backward pass through older weights fails.
+    # Each update raises the version counter, so that autograd rejects a backward pass through older weights.
     assert min(p._version for p in fused) >= 4
-    # A tensor that is its own row has the same noise: few averages lie so close to it that they are rounded otherwise.
+    # A tensor that is one row has the same noise: only averages within fp32 rounding of it are rounded differently.
     differs = one[3]["exp_avg_slow"] != two[3]["exp_avg_slow"]
     assert backend != "inductor" or differs.float().mean() < 1e-3
 
@@ -92,7 +92,7 @@ def rounded(x, step):
 
 
 def test_stochastic_rounding_is_right_on_average_and_repeats_itself():
-    """The neighbours of 1 + 3/1024 in bf16 are 1 and 1 + 8/1024: it is rounded up with probability 3/8."""
+    """1 + 3/1024 lies between 1 and 1 + 8/1024 in bf16, so it is rounded up with probability 3/8."""
     x = torch.full((1 << 16,), 1 + 3 / 1024)
     share = torch.stack([
         rounded(x, step) > 1
@@ -106,7 +106,7 @@ def test_stochastic_rounding_is_right_on_average_and_repeats_itself():
 
 
 def test_the_step_rounds_the_slow_average_at_random_and_anew_each_time():
-    """In bf16 it is the exact average, rounded with the step's number as the seed; the fast one to nearest."""
+    """The slow average is the exact one, rounded with the step as the seed; the fast one is rounded to nearest."""
     p = torch.nn.Parameter(torch.zeros(4096))
     opt = AdEMAMix([p], betas=(0.9, 0.999, 0.99), state_dtype=torch.bfloat16)
     slow = torch.zeros(4096).bfloat16()

@@ -1,4 +1,4 @@
-"""tools/bench.py: each race runs at tiny size and leaves its record; who computes something else does not race."""
+"""tools/bench.py: each race runs at tiny size and writes its record; other results are an error."""
 import functools
 import json
 
@@ -10,7 +10,7 @@ from tools import bench
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    """Without a compiler, which takes half a minute and changes no claim here."""
+    """Tiny races without a compiler, which would take half a minute and changes no claim here."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     for name, value in dict(preset="tiny", device="cpu", dtype="float32", clock="cpu").items():
         monkeypatch.setattr(bench, name, value)
@@ -22,7 +22,7 @@ def tiny(monkeypatch):
     ("optim", "AdamW fused", 0),
 ])
 def test_a_race_leaves_a_record_whose_rates_follow_from_its_seconds(tmp_path, mode, other, count):
-    """All who race agree, on documents with Goldfish too, or the command would end with an error."""
+    """Results must agree, also on documents with Goldfish, or the command would end with an error."""
     small = f"--preset=tiny --device=cpu --rounds=3 --tokens=8 --out={tmp_path}"
     done = run("tools.bench", mode, *small.split())
     record = json.loads((tmp_path / f"{mode}-tiny-float32.json").read_text())
@@ -36,7 +36,7 @@ def test_a_race_leaves_a_record_whose_rates_follow_from_its_seconds(tmp_path, mo
     assert f"| {other} | " in done.stdout
     assert record["command"].startswith(f"python -m tools.bench {mode}")
     rate = ours["rate"] * sorted(ours["seconds"])[1]
-    # AdamW keeps two averages, AdEMAMix three: 28 and 36 bytes a parameter.
+    # AdamW keeps two averages and AdEMAMix three: a step moves 28 and 36 bytes a parameter.
     wanted = count or theirs["rate"] * sorted(theirs["seconds"])[1] * 36 / 28
     assert rate == pytest.approx(wanted)
 
@@ -50,7 +50,7 @@ def test_who_computes_something_else_does_not_race(monkeypatch):
 
 
 def test_a_share_is_the_speed_over_that_of_the_probe_and_everybody_has_each_turn(monkeypatch):
-    """By a clock that ticks once a reading, each call takes a second."""
+    """The clock advances by one second per reading, so each call takes one second."""
     ticks = iter(range(100))
     monkeypatch.setattr(bench, "now", lambda: next(ticks))
     turns = []

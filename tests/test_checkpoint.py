@@ -1,6 +1,6 @@
 """
-engine/checkpoint.py, engine/restore.py, engine/files.py and the lock of engine/runs.py, alone in this process: saves
-behind the training, failures, damage, foreign files. tests/faults does it to whole runs.
+engine/checkpoint.py, engine/restore.py, engine/files.py and the lock of engine/runs.py, alone in this process:
+saves in the background, failures, damage, foreign files. tests/faults tests whole runs.
 """
 import os
 import shutil
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_another_model_names_the_difference(path):
 
 @pytest.mark.parametrize("how", ["fused", "foreach"])
 def test_a_step_is_loaded_to_the_device_where_torch_would_load_it(how):
-    """By torch's own load_state_dict. The parameter lies on meta, the one other device that every machine has."""
+    """Against torch's own load_state_dict. The parameter is on meta, the only second device that every machine has."""
     param = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
     optimizer = torch.optim.AdamW([param], **{how: True})
     states = {0: dict(step=torch.tensor(4.0))}
@@ -112,7 +112,7 @@ def test_a_step_is_loaded_to_the_device_where_torch_would_load_it(how):
 
 
 # -----------------------------------------------------------------------------
-# behind the training
+# saves in the background
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def saver(tmp_path):
 
 
 def test_a_save_behind_the_training_holds_the_weights_of_its_step(saver, monkeypatch):
-    """They change in place before a byte is on disk."""
+    """Training changes the weights in place before the first byte is written."""
     go, write = threading.Event(), checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *args: (go.wait(10), write(*args)))
     pair = trained()
@@ -134,7 +134,7 @@ def test_a_save_behind_the_training_holds_the_weights_of_its_step(saver, monkeyp
 
 
 def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(saver, monkeypatch, capsys):
-    """Saves 1 and 2 find a full disk, save 3 has room, so that the count begins again; 4, 5 and 6 find none."""
+    """The disk is full for saves 1 and 2. Save 3 succeeds, which resets the count; saves 4, 5 and 6 fail."""
     saves = iter([full, full, dcp.save, full, full, full, full])
     monkeypatch.setattr(dcp, "save", lambda *args, **how: next(saves)(*args, **how))
     with pytest.raises(OSError, match="failed 3 times in a row"):
@@ -156,7 +156,7 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(save
     (560, 2, True)
 ])
 def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free, ranks, waits):
-    """488 bytes of weights and states: of 500 free ones a tenth stays free, of 560 too, and two ranks copy at once."""
+    """A copy takes 488 bytes, a tenth of the free memory stays free, and two ranks on a node copy at once."""
     monkeypatch.setattr(gpus, "free_on_host", lambda: free)
     srun = f"SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS={ranks} SLURM_STEP_TASKS_PER_NODE={ranks}(x1)"
     for variable in srun.split():
@@ -177,7 +177,7 @@ KEPT = """
 
 @pytest.mark.parametrize("row", table(KEPT))
 def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(saver, row):
-    """Those after the step of the save are damaged, and do not count: the resumed run has passed them over."""
+    """Step 9 is later than the saves, so it does not count: the resumed run has passed it over as damaged."""
     saver.keep, spare, stay = map(literal, row)
     os.makedirs(f"{saver.folder}/step-00000009")
     for step in range(1, 6):
@@ -195,7 +195,7 @@ def shard(path):
 
 
 def names(path, *found):
-    """Give a checkpoint a manifest whose own hash holds, and which names these files with hashes that hold."""
+    """Give a checkpoint a valid manifest that names only these files, with correct hashes."""
     manifest = restore.read_manifest(path) | dict(files={
         name: files.sha256(path / name)
         for name in found
@@ -214,7 +214,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(path, capsys, damage):
-    """A flipped bit too: tests/faults."""
+    """tests/faults does the same with flipped bits."""
     (path / ".nfs00000123").write_text("of a file system, which damages nothing")
     assert restore.newest_intact(path.parent, until=2)[1]["step"] == 2
     DAMAGE[damage](path)
@@ -264,8 +264,8 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
 
 def test_all_is_flushed_before_a_checkpoint_has_its_name_and_before_the_old_one_goes(tmp_path, monkeypatch):
     """
-    What a power cut may take is what was not flushed: the content of files, and names in the folder that holds them.
-    DCP flushes its files too, but has not promised to: its flushes do not count.
+    A power cut may lose all that was not flushed: contents of files, and their names in a folder. DCP flushes its files
+    too, but does not promise it, so its flushes do not count.
     """
     done, fsync, rename, rmtree = [], os.fsync, os.rename, shutil.rmtree
 
@@ -291,7 +291,7 @@ def test_all_is_flushed_before_a_checkpoint_has_its_name_and_before_the_old_one_
 
 
 def test_one_run_a_folder_and_the_lock_goes_with_its_owner(tmp_path):
-    """What a killed save left is cleared, and nothing else."""
+    """It clears what a killed save left, and nothing else."""
     for name in ("step-00000007.tmp", "step-00000006", "notes.tmp"):
         os.makedirs(tmp_path / "ckpt" / name)
     lock = runs.lock(str(tmp_path))

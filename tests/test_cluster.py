@@ -29,7 +29,7 @@ def flags(root):
 
 def test_any_number_of_tasks_makes_the_same_folder_also_after_a_failure(texts, tmp_path, monkeypatch):
     """
-    In one task the disk is full when the first shards are written: the same command resumes. A mistake leaves nothing.
+    Writing the first shards fails, then the same command resumes. A mistake in the settings leaves no file.
     """
     refused = script("corpus.cluster", *flags(texts), f"--out={tmp_path}/data", "--score_field=fame")
     assert "\ncluster.py: no column fame" in refused.stderr and not os.listdir(tmp_path)
@@ -58,5 +58,5 @@ def test_a_job_of_slurm_is_submitted_for_each_stage_and_waits_for_the_one_before
     assert len(jobs) == 9
     assert "--dependency" not in jobs[0]
     assert all("--dependency=afterok:" in job for job in jobs[1:])
-    # Of the three stages that the tasks share; any number of them at a time.
+    # Three stages are arrays of 7 tasks, without a limit (%N) on how many run at a time.
     assert str(jobs).count("array=0-6'") == 3

@@ -1,4 +1,4 @@
-"""configurator.py: the flags and files of a user, and the answers. The authority is the user's intention."""
+"""configurator.py: flags, config files, errors and --help. The authority is the user's intention."""
 import glob
 import importlib
 import os
@@ -97,7 +97,7 @@ WRONG = """
 
 @pytest.mark.parametrize("row", WRONG.strip().splitlines())
 def test_what_cannot_be_used_is_an_error_of_one_line(tmp_path, monkeypatch, row):
-    """On the command line, and in a file, which it names."""
+    """On the command line, or in a config file, which the error names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "typo.py").write_text("stepps = 3")
     (tmp_path / "type.py").write_text("steps = 'many'")
@@ -178,9 +178,9 @@ def call(tmp_path):
 
 
 def test_a_script_runs_with_its_flags_and_says_its_errors_in_one_line_with_code_2(call):
-    """Those of our own code: an error of another file, like this script, keeps its traceback."""
+    """Only the project's files raise such errors: one from another file, like this script, keeps its traceback."""
     assert call("--lr=1") == (0, "1.0 10\n", "")
-    # Without the imports of the module beyond.
+    # The error comes before beyond.py is imported.
     assert call("--steps=many") == (2, "", "script.py: --steps=many: want a whole number, such as 10\n")
     assert call("--steps=0") == (130, "", "")
     code, _, said = call("--steps=-1")
@@ -188,7 +188,7 @@ def test_a_script_runs_with_its_flags_and_says_its_errors_in_one_line_with_code_
 
 
 def test_a_setting_that_only_the_module_beyond_has_hands_the_command_over(call):
-    """On the command line or in a file; a setting that both have stays with the script; a typo is an error."""
+    """On the command line or in a file. A setting that both modules have does not; a typo is an error."""
     assert call("--rank=8", "--lr=1") == (0, "imported\n1.0 10 8 1.0 rank lr\n", "")
     assert call("config.py") == (0, "imported\n0.1 3 4 0.2 rank steps\n", "")
     wrong = "script.py: --stepz: there is no setting 'stepz', did you mean 'steps'?\n"
@@ -209,7 +209,7 @@ def test_help_of_an_object_has_the_comments_of_its_class():
 
 
 def test_help_whose_reader_has_left_ends_quietly():
-    """As in `--help | head -1`: its stdout is a pipe without a reader."""
+    """As in `--help | head -1`, where stdout is a pipe without a reader."""
     command = f"{sys.executable} goldfish.py --help | true"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],

@@ -1,6 +1,6 @@
 """
-train.py --init_from, alone and with --lora_r: a run that begins with the weights of another model, against that model's
-own loss and against transformers with PEFT.
+train.py --init_from, with and without --lora_r: a run that starts from the weights of another model, against that
+model's own loss and against transformers with PEFT.
 """
 import shutil
 
@@ -24,13 +24,13 @@ ADAPTERS = "--lora_r=4 --lora_alpha=8 --lr=1e-2 --weight_decay=0.5 --rope_theta=
 
 
 def go_on(lab, out, *args, start="pretrained"):
-    """It is told nothing of the model's shape."""
+    """Run train.py --init_from. No flag gives the model's shape."""
     return script("train.py", f"--data={lab}/data", f"--init_from={lab}/{start}", f"--out={out}", *RUN, *args)
 
 
 @pytest.fixture(scope="module")
 def runs(lab, tmp_path_factory):
-    """Two runs from the pretrained model: of all weights and of adapters."""
+    """Two runs from the pretrained model: one trains all weights, one adapters."""
     root = tmp_path_factory.mktemp("runs")
     for name, args in dict(continued=[], adapted=ADAPTERS).items():
         done = go_on(lab, root / name, *args)
@@ -62,8 +62,8 @@ def test_the_curve_begins_with_the_loss_of_the_start_model_and_everything_else_i
 @torch.no_grad()
 def test_peft_computes_the_loss_that_the_run_ends_with(lab, runs):
     """
-    transformers' model, given the run's RoPE, with PEFT's reading of the adapter, on the validation windows. A weight
-    decay of 0.5 would be seen, had it met anything frozen. Checkpoints hold adapters alone.
+    transformers with the run's RoPE and PEFT's adapter computes the validation loss. A frozen weight that the weight
+    decay of 0.5 had changed would change it. Checkpoints hold only adapters.
     """
     config = transformers.AutoConfig.from_pretrained(lab / "hf")
     config.rope_parameters["rope_theta"] = 50.0
@@ -99,7 +99,7 @@ def test_a_vocabulary_that_differs_in_one_id_is_an_error_of_the_start_and_of_a_t
 
 
 def test_a_longer_run_of_adapters_from_another_start_moves_no_checkpoint(lab, runs, tmp_path):
-    """It would continue from before its decay, but the frozen weights are other ones."""
+    """The run would continue from before its decay, but its frozen weights differ."""
     run = shutil.copytree(runs / "adapted", tmp_path / "run")
     before, longer = contents(run), ["--resume", "--total_samples=80", *ADAPTERS]
     refused(go_on(lab, run, *longer, start="sft"), "start_hash")

@@ -73,7 +73,7 @@ def everything(found):
 
 
 def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE, **rules):
-    """(the conversations, the reasons, the hash) of a --data, made anew if no folder is named."""
+    """(conversations, reasons, hash) of a --data. Without a named folder they are tokenized anew."""
     folder = str(tmp_path / (folder or f"ids-{len(os.listdir(tmp_path))}"))
     return conversations.tokenized(
         folder,
@@ -87,7 +87,7 @@ def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE, **rules):
 
 
 def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path, monkeypatch):
-    """Parts of 300 bytes, so that conversations begin before, at and after their borders. The longest just fits."""
+    """In parts of 300 bytes conversations begin before, at and after a border. The longest conversation just fits."""
     rows = rows_like(40)
     rows[7] = rows[31] = chat_row("?")
     write_rows(tmp_path / "chats.jsonl", rows)
@@ -166,7 +166,7 @@ QUESTION = "How many of the seven bridges of the old town can one cross in a sin
 
 
 def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_out(tmp_path):
-    """Of a parquet file, which has null for a key that a row lacks. A null licence is not in the allowlist."""
+    """In a parquet file, which has null where a row lacks a key. A null licence is not in the allowlist."""
     rows = [
         dict(row, license=license, prompt=None, completion=None)
         for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))

@@ -1,4 +1,4 @@
-"""convert.py against transformers: both read the files of the other; a finished run loads there as it is."""
+"""convert.py against transformers: each reads the other's files, and transformers loads a finished run unchanged."""
 import contextlib
 import copy
 import itertools
@@ -42,7 +42,7 @@ def same(*models):
 
 @torch.no_grad()
 def assert_known_to_transformers(folder, model, tok):
-    """The same logits and the same ids there."""
+    """transformers computes the same logits and the same ids."""
     idx = ids(2, 40, high=320)
     assert_close(theirs(folder)(idx).logits, model(idx)[0], rtol=1e-5, atol=1e-5)
     assert transformers.AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"] == [tok.bos, *tok.encode(TEXT)]
@@ -77,7 +77,7 @@ def test_a_variant_is_not_loaded_as_an_apertus(lab, tmp_path, more):
 
 
 # -----------------------------------------------------------------------------
-# there and back
+# export and import
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -94,7 +94,7 @@ def test_an_export_is_the_same_model_here_and_for_transformers(tmp_path, tied):
 
 
 def test_in_and_out_again_is_the_published_file(tmp_path):
-    """Also the constants of xIELU, of which the published ones are rounded to bf16."""
+    """With the constants of xIELU, which the published file has rounded to bf16."""
     convert.save_hf(convert.load_hf(FOLDER), str(tmp_path))
     ours, wanted = (load_file(f"{folder}/model.safetensors") for folder in (tmp_path, FOLDER))
     assert_close(ours, wanted, rtol=0.01, atol=0)
@@ -113,7 +113,7 @@ def test_rows_that_pad_the_embedding_decode_to_nothing_and_another_tokenizer_is_
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_a_base_quantised_as_it_is_read_is_the_one_quantised_afterwards(base):
-    """And both have the same fingerprint, which runs have stored."""
+    """Both also have the fingerprint that earlier runs have stored."""
     read, whole = convert.load_hf(FOLDER, base=base), convert.load_hf(FOLDER)
     assert convert.fingerprint(whole)[:16] == convert.fingerprint(read)[:16] == "3c5c6cd11e153ed4"
     assert_close(read.state_dict(), quantise(whole, base).state_dict(), rtol=0, atol=0)
@@ -151,7 +151,7 @@ def test_a_folder_that_is_not_such_a_model_raises_one_line(tmp_path, monkeypatch
 
 
 # -----------------------------------------------------------------------------
-# an export in place of an older one
+# an export that replaces an older one
 
 
 class Killed(BaseException):
@@ -160,7 +160,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")], ids=["killed", "disk full"])
 def test_stopped_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(tmp_path, monkeypatch, error):
-    """At each change of the disk. All files have the same names, so that a mixture would load. Then all goes well."""
+    """It stops at each change of the disk in turn. Old and new files have the same names, so a mixture would load."""
     old, new = Apertus(SMALL, seed=0), Apertus(SMALL, seed=1)
     folder, seen = str(tmp_path / "hf"), []
 
@@ -188,7 +188,7 @@ def test_stopped_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(t
 
 
 def test_a_trace_is_that_of_transformers_modules_and_shows_the_first_that_differs(capsys):
-    """Mean and norm of each module's output there, in the order of computation; then one key norm is wrong."""
+    """Mean and norm of each module's output in transformers, in order of computation; then we change one key norm."""
     model = convert.load_hf(FOLDER)
     tok = SimpleNamespace(bos=1, encode=lambda text: list(range(40, 56)))
     golden = [line.split() for line in read_text(f"{FOLDER}/trace.txt").splitlines()]

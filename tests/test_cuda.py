@@ -1,14 +1,14 @@
 """
-On a GPU everything is as on a CPU: `make gpu`. Skipped without a GPU.
+A GPU computes the same as a CPU: `make gpu`. Skipped without a GPU.
 
-The authority is the CPU in fp64, which the other tests hold against outside ones. Bounds are shares of the norm:
+The authority is the CPU in fp64, which other tests compare with outside authorities. Bounds are shares of the norm:
 
-    bit-exact       a resumed run: no rounding lies between the two
-    fp32            1e-5; a CPU in fp32 has 1.5e-6. Products are in fp32, not TF32, and sums come in another order
-    bf16, fp8       three times as far from fp64 as the CPU in the same format, and at most a tenth or a half
+    bit-exact       a resumed run against the undisturbed one
+    fp32            1e-5 (a CPU in fp32: 1.5e-6). Products are in fp32, not TF32, but sums have another order
+    bf16, fp8       three times the CPU's error in the same format, and at most 0.1 (bf16) or 0.5 (fp8)
 
-Flash attention adds up the gradients of windows without documents in no fixed order, so these are never held to bits.
-APERTUS_TEST_DEVICE=cpu runs the same on a CPU, which tests this file.
+Flash attention adds the gradients of windows without documents in no fixed order, so no test expects them bit-exact.
+APERTUS_TEST_DEVICE=cpu runs the same tests on a CPU, to test this file.
 """
 import os
 import re
@@ -53,7 +53,7 @@ def apertus(device, dtype=None, compiled=False, recompute="none", fp8=False, ini
 
 
 def packed(T, documents=True):
-    """idx, targets, keep, doc (2, T), as train.py has them: documents of some 100 tokens, Goldfish."""
+    """idx, targets, keep, doc (2, T) as in train.py: documents of about 100 tokens, and Goldfish."""
     torch.manual_seed(0)
     stream = torch.randint(4, 1024, (2, T + 1))
     doc = (torch.rand(2, T) < 0.01).cumsum(1)
@@ -61,7 +61,7 @@ def packed(T, documents=True):
 
 
 def results(batch, model):
-    """{name: fp64 vector}: loss, logits, and gradients, those of the layers joined."""
+    """{name: fp64 vector} of loss, logits and gradients; those of all layers are joined."""
     device = model.lm_head.weight.device
     idx, targets, keep, doc = (
         None if t is None else t.to(device)
@@ -79,7 +79,7 @@ def results(batch, model):
 
 
 def distances(batch, model):
-    """{name: share} by which each vector is off a CPU's in fp64. Sums for xIELU's slopes cancel: a tenth of theirs."""
+    """{name: relative error against a CPU in fp64}; a tenth of it for xIELU's slopes, whose sums cancel."""
     found, true = results(batch, model), results(batch, apertus("cpu").double())
     off = {
         name: ((found[name] - true[name]).norm() / true[name].norm()).item()
@@ -101,8 +101,8 @@ def distances(batch, model):
 ])
 def test_loss_logits_and_gradients_in_fp32(monkeypatch, T, documents, compiled, recompute):
     """
-    Windows of no multiple of 128, flex_attention's block, too. Without the step of xIELU's slope in the 1e-6 left of 0,
-    where one in a million inputs falls.
+    Also for windows that are no multiple of 128, flex_attention's block. EPS removes the jump of xIELU's slope within
+    1e-6 left of 0, where one in a million inputs falls.
     """
     monkeypatch.setattr(XIELU, "EPS", -1e-30)
     off = distances(packed(T, documents), apertus(DEVICE, torch.float32, compiled, recompute))
@@ -129,8 +129,8 @@ def test_loss_logits_and_gradients_in_bf16_and_fp8(documents, fp8, most):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_greedy_tokens_are_those_of_a_cpu(compiled):
     """
-    Of prompts of other lengths, so of masked rows too; compiled, by a CUDA graph. No two logits come closer than 1e-3
-    of their standard deviation, a hundred times the rounding of fp32.
+    For prompts of different lengths, so with masked rows; if compiled, with a CUDA graph. The best two logits are at
+    least 1e-3 of the standard deviation apart, a hundred times the rounding of fp32.
     """
     prompts = [[5, 6, 7], [9] * 40, [8], list(range(4, 30))]
     found = []
@@ -145,7 +145,7 @@ def test_greedy_tokens_are_those_of_a_cpu(compiled):
     (torch.bfloat16, 1e-3)
 ])
 def test_the_optimizer_moves_weights_as_on_a_cpu(states, off):
-    """To 1e-4 of the way. Averages in bf16 are rounded by a hash, to the same numbers but for one in 1,000."""
+    """To 1e-4 of the distance moved. With bf16 averages, rounded by a hash, one in 1,000 may round differently."""
     torch.manual_seed(0)
     start, *gradients = torch.randn(6, 256, 1343)
     moved = []
@@ -167,7 +167,7 @@ def test_the_optimizer_moves_weights_as_on_a_cpu(states, off):
 
 
 def test_a_resumed_run_ends_in_the_same_bits(data, tmp_path):
-    """All steps, and the last ones again from the checkpoint before, as after a kill."""
+    """A whole run, and the same after its last checkpoint was deleted, as after a kill."""
     flags = f"configs/tiny.py --data={data} --device={DEVICE} --dtype=bfloat16 --compile=True".split()
     assert script("train.py", *flags, f"--out={tmp_path}/whole").returncode == 0
     halves = shutil.copytree(tmp_path / "whole", tmp_path / "halves")

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def stream_of(folder, *names, split="train"):
-    """All tokens of some sources, from the files."""
+    """All tokens of some sources, read from the files."""
     sources = read_meta(folder)["sources"]
     files = [
         shard["file"]
@@ -45,7 +45,7 @@ def stream_of(folder, *names, split="train"):
 
 
 def plain_permute(i, n, seed, epoch):
-    """In Python's integers: six Feistel rounds with MurmurHash3's finalizer, again until below n."""
+    """The cipher in Python's integers: six Feistel rounds with MurmurHash3's finalizer, repeated until below n."""
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     while True:
         left, right = i >> half, i % 2**half
@@ -73,7 +73,7 @@ ORDERS = """
 
 @pytest.mark.parametrize("row", table(ORDERS), ids=str)
 def test_permute_is_the_cipher_that_runs_began_with(row):
-    """A run resumes by the number of its samples alone, so another order would repeat some texts and skip others."""
+    """A run resumes by its number of samples alone, so a changed order would repeat some texts and skip others."""
     n, seed, epoch = map(int, row)
     numbers = np.arange(n) if n < 5000 else np.random.default_rng(n).integers(0, n, 50)
     found = permute(numbers, n, seed, epoch).tolist()
@@ -91,8 +91,8 @@ def test_permute_is_the_cipher_that_runs_began_with(row):
 )
 def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder, sources, goldfish):
     """
-    A whole epoch, backwards, across the samples computed ahead, far ahead; a source twice counts twice. In the scope of
-    the stream Goldfish sees the tokens before a window; the stream wraps around.
+    Batches of a whole epoch, backwards, across the border of precomputed samples, and far ahead. A source named twice
+    counts twice. With scope 'stream' Goldfish sees the tokens before a window; the stream wraps around.
     """
     data = TokenDataset(folder, "train", 64, 28, *goldfish, sources=sources)
     stream = stream_of(folder, *sources or (A, B))
@@ -108,7 +108,7 @@ def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder,
         assert idx.equal(ids[:, :-1])
         assert targets.equal(ids[:, 1:])
         assert doc.equal((idx == BOS).cumsum(1))
-        # The end of a document is learnt, the next one's begin cannot be predicted.
+        # The end of a document is trained on; the begin of the next one is not, because it follows every end.
         wanted = idx != EOS
         if goldfish:
             k, h, hash, scope = goldfish
@@ -130,8 +130,8 @@ def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder,
 )
 def test_a_weighted_sample_is_the_one_that_arithmetic_gives(folder, weights, slots):
     """
-    Slots by largest remainders; a block of 10,000 samples is a permutation of them, and a source continues where the
-    last block left it: so weights are exact in every block.
+    Largest remainders give each source its slots among 10,000, which each block of 10,000 samples permutes: weights are
+    exact in every block. A source continues where the last block left it.
     """
     data = TokenDataset(folder, "train", 16, sources=weights)
     streams = [stream_of(folder, name) for name in weights]
@@ -153,7 +153,7 @@ TABLE = ONE, ("2", {A: 1, B: 1}, 70, 29), ("3", (B,), 100, 30)
 
 
 def test_stages_change_sources_and_seed_where_the_table_says(folder):
-    """Later stages need no data yet. After the last stage that is read, its data continue."""
+    """Later stages need no data yet. After the last stage that is read, samples continue from its data."""
     goldfish = 4, 13, "mix"
     data = StagedDataset(folder, TABLE, 16, *goldfish)
     parts = [
@@ -172,17 +172,17 @@ def test_stages_change_sources_and_seed_where_the_table_says(folder):
 
 
 def test_a_source_without_a_sample_is_an_error(folder):
-    """Also one shorter than a window: refusals.txt."""
+    """refusals.txt has a source that is shorter than a window."""
     with pytest.raises(ValueError, match="below one sample in 10,000"):
         TokenDataset(folder, "train", 16, sources={A: 1, B: 1e-6})
 
 
 def test_bits_per_byte_are_over_all_sources_that_are_read(folder):
-    """Nats of the predicted tokens, all but each document's begin, over log 2 and the bytes of both texts together."""
+    """The nats of all tokens but the documents' begins, divided by log 2 and by the bytes of both sources together."""
     data = TokenDataset(folder, "val", 16, sources=[B, A])
     tokens = stream_of(folder, B, A, split="val")
     n = tokens.count(BOS)
-    # A token is a byte, but for a begin and an end.
+    # A token is a byte, except for a begin and an end per document.
     n_bytes = len(tokens) - 2 * n
     nats = 3 * (len(tokens) - n)
     assert data.bits_per_byte(3.0) == pytest.approx(nats / np.log(2) / n_bytes)
@@ -194,7 +194,7 @@ def test_bits_per_byte_are_over_all_sources_that_are_read(folder):
 
 @pytest.fixture
 def copied(folder, tmp_path):
-    """(A copy of the folder, its first shard, of 700 tokens)."""
+    """(a copy of the folder, the path of its first shard, which has 700 tokens)"""
     copy = str(shutil.copytree(folder, tmp_path / "copy"))
     return copy, f"{copy}/{A}_train_00000.npy"
 
@@ -205,14 +205,14 @@ def copied(folder, tmp_path):
     (lambda path: np.save(path, np.zeros(699, np.uint16)), "where meta.json has 700 tokens"),
     (lambda path: np.save(path, np.full(700, 320, np.uint16)), "id 320 >= vocab_size 320 in samples 0 to 299")])
 def test_a_damaged_shard_is_an_error(copied, damage, says):
-    """The 320 ids of this vocabulary are 0 to 319."""
+    """The vocabulary has ids 0 to 319."""
     damage(copied[1])
     with pytest.raises(ValueError, match=says):
         TokenDataset(copied[0], "train", 32).batch(0, 300)
 
 
 def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed(copied):
-    """Once it is no longer mapped: a mapped file stays as it was."""
+    """It is noticed when the shard is mapped again; until then the old file stays mapped."""
     data = TokenDataset(copied[0], "train", 32)
     assert not mapped(*data.streams[0].files[0]).flags.writeable
     os.utime(copied[1], ns=(0, 0))
@@ -223,7 +223,7 @@ def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed
 
 
 # -----------------------------------------------------------------------------
-# The data that a resumed run depends on: those that it has read
+# A resumed run depends only on the data that it has read
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_a_row_of_the_table_counts_from_the_first_sample_of_its_stage_on(folder,
 
 def test_fingerprints_are_those_that_runs_have_recorded():
     """
-    A run that began with them can be resumed. Without names all of meta.json counts, with names the vocabulary and the
-    shards of these sources, in their order, with their weights.
+    So a run with such a fingerprint can be resumed. Without named sources all of meta.json counts; with names, the
+    vocabulary and the shards of these sources, in their order, with their weights.
     """
     stored = read_json(f"{GOLDEN}/fingerprints.json")
     for sources, recorded in stored["recorded"]:
@@ -262,7 +262,7 @@ PUBLISHED = read_json(f"{GOLDEN}/stages.json")
 
 @pytest.mark.parametrize("row", PUBLISHED["long"])
 def test_the_long_context_stages_have_the_published_steps_and_tokens(row):
-    """With 1.2B tokens of warm-up, and then the floor of pretraining's rate to the end."""
+    """The rate warms up over 1.2B tokens and then stays at the floor of pretraining's rate to the end."""
     size, name, *want = row
     before = dict(
         n_layer=32,
@@ -288,7 +288,7 @@ KEYS = "block_size rope_theta batch_size total_samples warmup_samples decay_samp
 
 @pytest.mark.parametrize("file", PUBLISHED["billions"])
 def test_the_stages_of_the_published_runs_end_at_the_published_tokens(file):
-    """No stage reads its pool twice. (Apertus 1.5's are not published.) But for the 70B the rate falls in the last."""
+    """No stage reads its pool twice (1.5's pools are not published). Except for the 70B, only the last stage decays."""
     config = runpy.run_path(config_file(file))
     names, pools, ends, seeds = zip(*config["stages"])
     billions = np.multiply(ends, config.get("block_size", 4096) / 1e9)
@@ -304,7 +304,7 @@ def test_the_stages_of_the_published_runs_end_at_the_published_tokens(file):
 
 
 def test_the_command_shows_the_sources_and_a_window_of_them(lab):
-    """One window of all tokens has all documents."""
+    """A window that holds all tokens holds all documents."""
     (source,) = TokenDataset(f"{lab}/data", "train", 16).parts
     done = script("data.py", f"{lab}/data", f"--block_size={source['tokens'] - 1}")
     assert f"{source['documents']:8,} documents {source['tokens']:14,} tokens" in done.stdout

@@ -17,7 +17,7 @@ CHINESE = "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c"
 
 
 def test_hashes_do_not_change_between_versions():
-    """The numbers are those of the first corpora. The last texts are too short for a shingle of 5 words."""
+    """The hashes are those of the first corpora. The last texts are too short for a shingle of 5 words."""
     pytest.importorskip("rensa")
     english = "All human beings are born free and equal in dignity and rights."
     ids, ends = dedup.words([english, CHINESE, "a b c d", "a b c", "a b", "a", ""])
@@ -31,7 +31,7 @@ def test_hashes_do_not_change_between_versions():
 
 
 def test_a_fingerprint_is_the_hash_of_normal_text_whatever_its_white_space():
-    """NFC, not NFKC: \u00b2 is not 2. The text is longer than one piece."""
+    """Normal text is NFC, not NFKC: \u00b2 is not 2. The text is longer than the piece that is hashed at a time."""
     text = "".join(random.Random(0).choices(["a", "b\u0301", "\u00e9", "\u00b2", " ", "\n\n", "\u3000"], k=5000)) * 500
     normal = " ".join(unicodedata.normalize("NFC", text).split())
     digest = blake2b(normal.encode(), digest_size=16).digest()
@@ -40,7 +40,7 @@ def test_a_fingerprint_is_the_hash_of_normal_text_whatever_its_white_space():
 
 
 def test_a_row_that_shares_a_key_with_an_earlier_one_that_stays_was_seen_before():
-    """Against a Python set. A key belongs to a band, as in band_keys()."""
+    """Against a Python set. Keys of different bands differ, as in band_keys()."""
     keys = np.random.default_rng(0).integers(0, 3000, (1800, 3), dtype=np.uint64) * 3 + np.arange(3, dtype=np.uint64)
     seen = set()
     for row, again in zip(keys.tolist(), dedup.seen_before(keys)):
@@ -49,7 +49,7 @@ def test_a_row_that_shares_a_key_with_an_earlier_one_that_stays_was_seen_before(
 
 
 def test_equal_words_have_equal_hashes_and_no_others():
-    """The words are those of Python's re. \uff11 and \uff54 are full-width."""
+    """Words are what Python's re finds. \uff11 and \uff54 are full-width."""
     text = ("Die K\u00fcche, die KU\u0308CHE \u201cquoted\u201d \u00abTexte\u00bb a_b x-y 3.14\tnew\nline, abba baab "
             "the THE The; \u2014 1\u20442 caf\u00e9caf\u00e9 "
             "\uff11\uff12\uff0c \uff54\uff48\uff45 \uff34\uff28\uff25\uff1a ") * 3 + 300 * "x"
@@ -63,7 +63,7 @@ def test_each_character_is_a_word_in_chinese_and_thai(text):
     assert ends.tolist() == [0, 48, 49]
     assert ids[0] == ids[1] != ids[2]
     assert ids[:48].tolist() == ids[:6].tolist() * 8
-    # Also in front of English.
+    # Also if an English text follows.
     mixed, _ = dedup.words([text * 8 + " which an English sentence explains" * 20])
     assert mixed[:48].tolist() == ids[:48].tolist()
 
@@ -92,7 +92,7 @@ def test_near_duplicates_are_found_as_often_as_the_formula_says(shift):
 
 @pytest.mark.parametrize("size", [8, 20, 33])
 def test_contamination_is_half_of_the_prompt_in_runs_of_five(size):
-    """difflib's matching blocks of the whole text: one of at least 8, and those of at least 5 half of the prompt."""
+    """By difflib's matching blocks: one has at least 8 words, and those of at least 5 cover half of the prompt."""
     rng, want = random.Random(0), {}
     prompt, rest = [f"p{i}" for i in range(size)], [f"d{i}" for i in range(20)]
     docs = [
@@ -114,7 +114,7 @@ def test_contamination_is_half_of_the_prompt_in_runs_of_five(size):
 
 
 def test_a_prompt_is_found_anywhere_in_a_long_text_and_not_across_two_texts():
-    """It has exactly 8 words: the official code misses it by one."""
+    """The prompt has exactly 8 words. The official code misses such prompts by an off-by-one error."""
     prompt = "How many legs does a healthy spider have?"
     halves = ["Quiz! HOW many legs does a healthy", "spider have... Eight."]
     texts = [*halves, " ".join(halves), prompt.replace("spider", "insect")]

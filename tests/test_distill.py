@@ -17,7 +17,7 @@ STUDENT = "--n_layer=1 --dtype=float32 --compile=False --eval_every=0 --last_eva
 
 
 def batch():
-    """idx, targets, keep, doc (3, 40): a quarter of the positions has no loss, documents have ten tokens."""
+    """idx, targets, keep, doc (3, 40): a quarter of the positions has no loss; a document has ten tokens."""
     stream = ids(3, 41)
     keep = ids(3, 40, seed=1) % 4 > 0
     return stream[:, :-1], stream[:, 1:], keep, torch.arange(120).view(3, 40) // 10
@@ -32,7 +32,7 @@ def plain_terms(model, teacher, idx, targets, keep, doc):
 
 
 def test_loss_and_gradients_are_those_of_the_full_logits_in_fp64(monkeypatch):
-    """A head padded to 101 rows is asked about 97 ids, in chunks that do not divide."""
+    """The teacher's head is padded from 97 to 101 rows. The chunk size does not divide the number of positions."""
     monkeypatch.setattr(loss_file, "chunk_rows", lambda *how: 17)
     teacher = small(n_embd=96, vocab_size=101).double()
     model = small().double()
@@ -102,8 +102,8 @@ def test_the_first_step_is_that_of_the_formula_kl_falls_and_a_run_keeps_its_teac
 
 def test_the_teacher_sees_the_documents_as_its_student_does(lab, tmp_path):
     """
-    The student chooses the mask: a teacher with its own initial weights, made with a mask, agrees without. KL and its
-    gradient are 0 to the bit.
+    The student's doc_mask applies: a teacher with the student's weights, trained with a mask, agrees with a student
+    without one. KL and its gradient are exactly 0.
     """
     frozen = ["--lr=0.0", "--lr_floor=0.0", "--total_samples=40"]
     learn(lab, tmp_path / "twin", *frozen, "--distill=0", "--doc_mask=True")

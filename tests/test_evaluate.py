@@ -1,4 +1,4 @@
-"""evaluate.py: log-likelihoods by hand, intervals against closed forms, choices against lm-evaluation-harness."""
+"""evaluate.py: log-likelihoods token by token, intervals by closed forms, choices against lm-evaluation-harness."""
 import json
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ TEXTS = ["All human beings are born free and equal in dignity and rights.",
 
 
 def evaluated(folder, *args):
-    """Run evaluate.py with --out=FOLDER/out: its output, and the rows of evaluation.json, which has no NaN."""
+    """Run evaluate.py with --out=FOLDER/out. Returns its output and the rows of evaluation.json, which has no NaN."""
     done = run("evaluate.py", *args, f"--out={folder / 'out'}")
     found = json.loads(
         (folder / "out" / "evaluation.json").read_text(),
@@ -35,12 +35,12 @@ def model():
 
 @torch.no_grad()
 def bits_by_hand(model, ids):
-    """-log2 p of ids[1:] added up, with one call of the model per token."""
+    """The sum of -log2 p over ids[1:], with one call of the model per token."""
     T = model.config.block_size
     stride = T - T // 2
     bits = 0
     for i in range(1, len(ids)):
-        # Of the strides of half a window, the first from which at most T tokens lead to token i.
+        # Windows begin at multiples of half a window: take the first from which at most T tokens reach token i.
         begin = stride * max(0, math.ceil((i - T) / stride))
         logits, _ = model(torch.tensor([ids[begin:i]]))
         bits -= logits[0, -1].log_softmax(-1)[ids[i]].item() / math.log(2)
@@ -49,8 +49,8 @@ def bits_by_hand(model, ids):
 
 def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(monkeypatch):
     """
-    In fp64. Sizes of batches, windows and documents that do not divide one another; a text ends in </s>, also if the
-    model is one for conversations.
+    In fp64. Sizes of batches, windows and documents do not divide each other. A text ends in </s>, even if the model's
+    own end token is <|assistant_end|>.
     """
     monkeypatch.setattr(evaluate, "batch_tokens", 31)
     monkeypatch.setattr(TOK, "eos", TOK.id_of("<|assistant_end|>"))
@@ -75,7 +75,7 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(monk
 
 
 def test_the_interval_over_documents_is_the_jackknifes():
-    """Another estimator of the same variance; t(39) = 2.02269."""
+    """The jackknife is another estimator of the same variance; t(39) = 2.02269."""
     rng = np.random.default_rng(0)
     sizes = rng.integers(20, 80, 40)
     bits = 2.0 * sizes + rng.normal(0, 9, 40)
@@ -95,7 +95,7 @@ def quiz(question, choices, answer):
 
 
 def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_choice(model, monkeypatch):
-    """An answer is a letter, a choice or an index. Of the two questions that are left the model answers the second."""
+    """An answer is a letter, a choice or an index. After two examples two questions remain; the second is answered."""
     monkeypatch.setattr(evaluate, "shots", 2)
     rows = [
         quiz("1 + 1?", ["3", "2"], "b"),
@@ -114,7 +114,7 @@ def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_ch
 
 @pytest.fixture
 def say(monkeypatch):
-    """say(ids): every model says these ids after any prompt, up to a stop, which is included; say.prompts: those."""
+    """say(ids): generate() returns these ids, to the first stop token, for any prompt; say.prompts: the prompts."""
     def say(ids):
         def generate(model, prompts, n, temperature, stop):
             say.prompts = prompts
@@ -128,7 +128,7 @@ def say(monkeypatch):
 
 
 def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say):
-    """Control tokens, later lines and what comes after the end are no part of the answer."""
+    """The answer ends with its first line or the end token, and control tokens do not belong to it."""
     answers = [
         ["no", 42],
         42,
@@ -150,7 +150,7 @@ def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say):
 
 
 def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, say):
-    """Bytes are tokens: the last ones before the choice, and before the room for the answer, are known."""
+    """Bytes are tokens, so we know which ones stay: the last before the choice, or before the answer's room."""
     context = "".join(map(chr, range(40, 120))) * 2
     assert evaluate.pair(TOK, context, " ab", 96) == (TOK.encode(context[-94:] + " ab"), 94)
     assert evaluate.pair(TOK, "?", " ab", 4) == ([TOK.bos, *TOK.encode("? ab")], 2)
@@ -200,8 +200,7 @@ def test_one_command_gives_a_table_and_json(lab, tmp_path):
 
 def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path):
     """
-    Three sources of different sizes; the documents read back are compared with the texts that went in. As many of them
-    are scored as asked.
+    Three sources of different sizes. The documents read back are the input texts, and --limit of them are scored.
     """
     sizes = dict(one=7, two=19, three=4)
     texts = {
@@ -221,7 +220,7 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path)
         source: splits["val"]["documents"]
         for source, splits in sources.items()
     }
-    # A model of another vocabulary, to whose ids the text is translated.
+    # The model has another vocabulary, so the text is tokenized again.
     found = evaluate.validation_documents(data, TOK)
     assert len({*found}) == len(found)
     assert all(texts[text] == source for source, text in found)
@@ -231,7 +230,7 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path)
 
 
 def test_the_harness_runs_a_local_task_file(lab, tmp_path, monkeypatch):
-    """The authority for our own scores of the same rows, by a model with adapters."""
+    """The harness is the authority for our own scores of the same rows, by a model with adapters."""
     pytest.importorskip("lm_eval")
     from scipy import stats
 

@@ -7,7 +7,7 @@ from tokenizer import load
 
 
 def test_gini_closed_forms():
-    """Half the mean difference between any two, relative to the mean."""
+    """Gini is half the mean difference between any two costs, relative to the mean."""
     assert gini(np.array([0, 5, 0, 0])) == 3 / 4
     differences, mean = 1 + 3 + 2, 7 / 3
     assert gini(np.array([4, 1, 2])) == pytest.approx(differences / 9 / mean)

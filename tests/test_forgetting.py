@@ -1,4 +1,4 @@
-"""posttrain/forgetting.py: a run has lost what evaluate.py finds, and measuring changes no bit of it."""
+"""posttrain/forgetting.py: the loss on old text is the one that evaluate.py finds, and measuring changes no weight."""
 import pytest
 
 import tokenizer
@@ -15,7 +15,7 @@ TEXTS = ["All human beings are born free. " * 30, "Würde und Rechte", "Tous les
 
 @pytest.fixture(scope="module")
 def watched(lab, tmp_path_factory):
-    """A run of SFT with old text, old.jsonl, next to it. Without, it is the run sft/ of the lab."""
+    """The folder of a run of SFT with --old=old.jsonl. Without --old it would be the lab's run sft/."""
     root = tmp_path_factory.mktemp("forgetting")
     write_rows(root / "old.jsonl", [dict(text=text) for one in TEXTS for text in (one, "x")])
     done = run(*tuning(lab, root / "run", f"--old={root}/old.jsonl", "--old_every=8", "--old_windows=0"))
@@ -35,7 +35,7 @@ def test_a_run_measures_before_on_the_way_and_after_and_ends_in_the_same_bits(la
 
 
 def test_what_was_lost_is_what_evaluate_finds_against_the_start(lab, watched, tmp_path):
-    """Mean and interval of the paired differences, by another script from the files of both models."""
+    """evaluate.py --against computes mean and interval of the paired differences from both models' files."""
     models = [f"--init_from={watched}/run", f"--against={lab}/hf"]
     run("evaluate.py", watched / "old.jsonl", *models, f"--out={tmp_path}")
     after, above, *_ = read_json(tmp_path / "evaluation.json")["rows"]
@@ -66,8 +66,8 @@ def test_killed_and_resumed_it_compares_with_the_same_start(lab, watched, tmp_pa
 
 def test_every_document_has_its_beginning_among_the_windows_before_any_has_more(watched, tmp_path):
     """
-    Of 96 tokens: the first text has 20 windows, the second one, the third 12. A byte is a token. Five windows are of
-    every second document of six.
+    In windows of 96 tokens, which are bytes, the first text has 20 windows, the second one, the third 12. Five windows
+    come from every second of the six documents.
     """
     text = forgetting.Old(str(watched / "old.jsonl"), TOK, 96, 5, tmp_path)
     assert text.owner == (0, 1, 2, 0, 2)

@@ -1,4 +1,4 @@
-"""engine/fp8.py: its products are those of numbers rounded to eight bits by hand, in fp64; and which matrices do it."""
+"""engine/fp8.py: products against fp64 products of numbers rounded to eight bits by hand, and which matrices use it."""
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,20 +20,20 @@ SHAPE = ApertusConfig(
 
 
 def normal(*shape, seed, spread=1.0):
-    """Signed log-normal numbers: at spread 3 the middle one is a 20,000th of the largest of thousands."""
+    """Signed log-normal numbers. At spread 3 the median is 1/20,000 of the largest of thousands."""
     torch.manual_seed(seed)
     return torch.randn(shape).sign() * torch.exp(spread * torch.randn(shape))
 
 
 def matrix(w):
-    """A matrix of a block in eight bits, with weight w (N, K)."""
+    """A layer that multiplies by w (N, K) in eight bits."""
     found = fp8.Linear8(*w.shape[::-1], bias=False)
     found.weight.data = w
     return found
 
 
 def rounded(x, form):
-    """x scaled so that its largest is the format's largest, rounded half to even there, and scaled back; in fp64."""
+    """x (fp64) scaled to the format's largest number, rounded half to even in the format, and scaled back."""
     bits, least, largest = form
     scale = (x.float().abs().max() / largest).double()
     z = x.double() / scale
@@ -45,7 +45,7 @@ def rounded(x, form):
 @pytest.mark.parametrize("spread, size", [(0.3, 1.0), (3.0, 1e-18), (0.3, 1e18)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_three_products_are_those_of_numbers_rounded_by_hand(spread, size, compiled):
-    """Compiled into one graph, too. fp32 sums are 1e-6 off the exact ones. Unscaled, 1e-18 is 0 and 1e18 infinite."""
+    """Also compiled, as one graph. fp32 sums are within 1e-6. Without scales 1e-18 would be 0 and 1e18 infinite."""
     x = size * normal(2, 24, 32, seed=0, spread=spread)
     grad = normal(2, 24, 64, seed=2, spread=spread)
     linear = matrix(normal(64, 32, seed=1, spread=spread))
@@ -69,8 +69,8 @@ def test_nan_and_inf_stay_visible_and_zeros_stay_zeros(bad):
 @pytest.mark.parametrize("mode, again", [("none", 0), ("selective", 1 / 2), ("full", 1)])
 def test_all_matrices_of_blocks_multiply_in_eight_bits_and_are_recomputed_like_others(mode, again):
     """
-    By hand: two layers 32 wide, at 32 positions, with q and o; k and v of half the width; up and down 48 wide. Each
-    matrix has one product forward and two backward. The head has none; up and down are half of all weights.
+    FLOPs by hand: two layers 32 wide, at 32 positions; q and o are 32 wide, k and v 16, up and down 48. Each matrix has
+    one product forward and two backward, the head none in eight bits. up and down are half of all weights.
     """
     model = Apertus(SHAPE)
     before, model.dtype = [*model.parameters()], torch.bfloat16

@@ -22,7 +22,7 @@ def test_greedy_tokens_are_transformers(name):
     (True, [0, 4, 11], None, 1e-5)])
 @torch.no_grad()
 def test_reading_through_the_cache_is_the_full_forward_pass(monkeypatch, fixed, begins, dtype, off):
-    """In parts and chunks of any size, of rows that begin elsewhere, in a buffer that grows or is fixed."""
+    """With parts and chunks of any size, rows that begin at different places, and a growing or fixed buffer."""
     true, chunks = KVCache.begin, []
     monkeypatch.setattr(file, "CHUNK", 4)
     monkeypatch.setattr(
@@ -52,7 +52,7 @@ def test_reading_through_the_cache_is_the_full_forward_pass(monkeypatch, fixed, 
 
 def test_text_is_decoded_as_without_a_cache_and_as_if_alone(monkeypatch):
     """
-    By one compiled step for any prompts, which sees later training. Its backend writes no code: Inductor takes 15 s.
+    One compiled step serves all prompts and uses later weights. The backend only runs the graph: Inductor takes 15 s.
     """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
@@ -74,7 +74,7 @@ def test_text_is_decoded_as_without_a_cache_and_as_if_alone(monkeypatch):
 def test_a_row_that_has_ended_repeats_its_stop_token_until_all_have():
     model, prompts = small(), ids(4, 3)
     free = generate(model, prompts, 20, temperature=0)[:, 3:].tolist()
-    stop = {row[4 + 3 * b] for b, row in enumerate(free)}  # each row meets one of them, at another step
+    stop = {row[4 + 3 * b] for b, row in enumerate(free)}  # each row has its stop at another step
     said = [
         row[:1 + min(map(row.index, stop.intersection(row)))]
         for row in free
@@ -109,14 +109,14 @@ def test_what_cannot_be_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize("how, want", [
-    (dict(top_k=9, top_p=1.0), [50, 30, 15, 5]),           # all there are
+    (dict(top_k=9, top_p=1.0), [50, 30, 15, 5]),           # more than there are
     (dict(top_k=2), [62.5, 37.5, 0, 0]),
     (dict(top_p=0.8), [62.5, 37.5, 0, 0]),                 # 50 and 30 are enough
     (dict(top_p=0.81), [52.6, 31.6, 15.8, 0]),
-    (dict(temperature=0.5), [68.5, 24.7, 6.2, 0.7]),       # the squares
+    (dict(temperature=0.5), [68.5, 24.7, 6.2, 0.7]),       # squared, then normalised
     (dict(temperature=0), [100, 0, 0, 0])])
 def test_sampling_has_the_probabilities_that_it_claims(how, want):
-    """In percent. The logits are those of 30, 50, 5 and 15 %."""
+    """Shares in percent. The logits are the logs of 30, 50, 5 and 15 %."""
     logits = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log().bfloat16().expand(20000, 4)
     tokens = sample_token(logits, generator=torch.Generator().manual_seed(0), **how)
     counts = torch.bincount(tokens, minlength=4)

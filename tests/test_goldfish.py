@@ -32,7 +32,7 @@ def test_identical_to_the_published_mask(case):
 
 @pytest.mark.parametrize("case", range(6))
 def test_identical_to_the_coefficients_of_the_apertus_2_trainer(case):
-    """swiss-ai/Megatron-LM-MoE, goldfish.py. Exempt ids are kept; int32, rows, and context give the same."""
+    """swiss-ai/Megatron-LM-MoE, goldfish.py. Exempt ids are kept; int32, several rows, and context change nothing."""
     golden = tensors("goldfish_coef.npz")
     k, h = golden[f"kh_{case}"].tolist()
     how = dict(hash="coef", exempt=golden[f"exempt_{case}"].tolist())
@@ -63,7 +63,7 @@ def test_identical_to_the_coefficients_of_the_apertus_2_trainer(case):
     ]
 )
 def test_identical_to_the_published_expression_for_any_int64(k, h):
-    """Ids that make the product 0, that wrap around, and negative ones. The last 1/k is the table's first number."""
+    """Ids whose product is 0, ids that wrap around, negative ids. The last 1/k is the table's first number."""
     rows = ids(4, 5000)
     rows[1] %= 40
     rows[2] = rows[2] * 2**46 + 1
@@ -73,7 +73,7 @@ def test_identical_to_the_published_expression_for_any_int64(k, h):
         goldfish_mask(rows, k, h),
         torch.stack([published(row, k, h) for row in rows])
     )
-    assert torch.equal(goldfish_mask(rows[0]), published(rows[0], 50, 50))     # Apertus' (report sec. 2.3)
+    assert torch.equal(goldfish_mask(rows[0]), published(rows[0], 50, 50))     # Apertus' k and h (report sec. 2.3)
     assert torch.equal(rows, before)
 
 
@@ -93,7 +93,7 @@ def test_the_mix_is_its_formula_in_big_integers(h):
 
 
 def test_the_finalizer_is_that_of_splitmix64():
-    """First outputs for the seeds 0 and 1234567, from the reference C code (Vigna); A is Knuth's, of MMIX."""
+    """First outputs for the seeds 0 and 1234567, from the reference C code (Vigna). A is Knuth's multiplier of MMIX."""
     gamma = 0x9E3779B97F4A7C15
     seeds = np.array([0, 1234567, 1234567 + gamma], np.uint64)
     states = seeds + np.uint64(gamma)
@@ -112,21 +112,21 @@ def test_with_context_the_masks_of_windows_are_that_of_the_stream(hash, h):
     whole = goldfish_mask(stream, 4, h, hash)
     want = whole[h - 1 :].view(8, 64)
     assert torch.equal(goldfish_mask(windows, 4, h, hash, context), want)
-    # Without it, the scope 'window', the first h-1 labels are kept.
+    # Without context, as with scope 'window', the first h-1 labels are kept.
     want[:, : h - 1] = True
     assert torch.equal(goldfish_mask(windows, 4, h, hash), want)
 
 
 @pytest.mark.parametrize("hash", ["product", "mix", "coef"])
 def test_labels_that_no_window_ends_in_are_kept(hash):
-    """Of 50 labels and 50 in a window, only the last can be forgotten; k = 1.0001 forgets it."""
+    """With h = 50 only the 50th of 50 labels can be dropped, and k = 1.0001 drops it."""
     for T in (0, 1, 7, 49, 50):
         kept = [[True] * min(T, 49) + [False] * (T == 50)] * 2
         assert goldfish_mask(ids(2, T), 1.0001, 50, hash).tolist() == kept
 
 
 def test_windows_that_differ_in_one_or_two_labels_never_collide():
-    """a A^i + b A^j = 0 mod 2^64 means a A^(i-j) = -b, as A is odd: no |a|, |b| < 2^17 do. The finalizer is 1:1."""
+    """As A is odd, a A^i + b A^j = 0 mod 2^64 means a A^(i-j) = -b, which no |a|, |b| < 2^17 fulfil."""
     a = np.arange(1, 2**17, dtype=np.uint64)
     for n in range(1, 50):
         b = (a * np.uint64(pow(A, n, WRAP))).view(np.int64)

@@ -1,6 +1,5 @@
 """
-engine/hardware.py, gpus.py and decoding.py: the authorities are the kernel's files, Triton's sources, and products in
-fp64.
+engine/hardware.py, gpus.py and decoding.py against the Linux kernel's files, Triton's sources, and products in fp64.
 """
 from types import SimpleNamespace
 
@@ -36,7 +35,7 @@ auto     | mps    | amx_tile    | float32
 
 @pytest.mark.parametrize("dtype, device, has, found", table(DTYPES))
 def test_auto_is_bf16_where_the_processor_multiplies_in_it(monkeypatch, dtype, device, has, found):
-    """A T4 only emulates it."""
+    """A T4 only emulates bf16."""
     for name in ("avx512_bf16", "amx_tile"):
         monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name == has)
     gpu = {"emulation": {True}, "bf16": {True, False}}
@@ -98,7 +97,7 @@ def test_a_row_times_a_matrix_is_the_product_in_fp64_by_four_sums_if_it_is_compi
 
 
 def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
-    """By the kernel's documents: MemAvailable in KiB, and cgroup v2's limit, use and cache, in bytes."""
+    """By the Linux kernel's documents: MemAvailable in KiB, and cgroup v2's limit, use and cache in bytes."""
     assert gpus.memory_of("cpu") > (gpus.free_on_host() or 0)
     there = {
         "/proc/self/cgroup": "1:cpu:/x\n0::/job_7\n",

@@ -1,4 +1,4 @@
-"""The house: how large it may be, who may import whom, and where its scripts start."""
+"""Structure of the project: its size, the direction of its imports, and how its scripts start."""
 import ast
 import collections
 import graphlib
@@ -19,7 +19,7 @@ from test_safety import FILES, read
 
 PRODUCT = [file for file in FILES if not file.startswith("configs")]
 LIMITS = "tests/limits.json"
-# The rooms, or modules, from which files of another room may be imported: "" is the root.
+# For each room the rooms, or modules, that it may import; "" is the root.
 ALL = {"", "engine", "corpus", "posttrain", "studies", "papers", "tools"}
 MAY = {
     "": {"engine"}, "engine": {"model"}, "corpus": {"", "engine"}, "posttrain": {"", "engine"}, "studies": ALL,
@@ -47,7 +47,7 @@ def imports(file, lazy=True):
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
-            continue                                       # it belongs to the command and not to the module
+            continue                                       # part of the command, not of the module
         elif lazy or not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             body.extend(ast.iter_child_nodes(node))
     return found & set(map(module, PRODUCT))
@@ -61,7 +61,7 @@ GRAPH = {module(file): imports(file) for file in PRODUCT}
 
 
 def words(file):
-    """Names, operators, numbers and strings of a file; a docstring counts one."""
+    """The names, operators, numbers and strings of a file; a docstring counts as one."""
     kinds = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
     return [
         t.string
@@ -75,7 +75,7 @@ def sizes():
     found = collections.Counter(tests=sum(len(words(file)) for file in Path(ROOT, "tests").rglob("*.py")))
     for file in FILES:
         where = file.split(os.sep)[0] if os.sep in file else "root"
-        # Together, since a file has moved from the one to the other.
+        # studies and papers share a limit, since a file has moved between them.
         found["studies and papers" if where in ("studies", "papers") else where] += len(words(file))
         found["product"] += len(words(file))
     pulled, todo = set(), {"train"}
@@ -96,7 +96,7 @@ def path(name):
 
 
 def test_nothing_is_larger_than_its_limit():
-    """A feature pays with tokens elsewhere."""
+    """So a new feature pays with tokens that are deleted elsewhere."""
     found, limits = sizes(), json.loads(read(LIMITS))
     assert found.keys() == limits.keys()
     assert {
@@ -138,14 +138,14 @@ def test_no_line_is_wider_than_a_screen():
 
 
 def test_no_circle_of_imports():
-    """CycleError names the circle."""
+    """A CycleError names the circle."""
     assert "engine.checkpoint" in GRAPH["train"]
     graphlib.TopologicalSorter(GRAPH).prepare()
 
 
 @pytest.mark.parametrize("name", GRAPH)
 def test_imports_go_one_way(name):
-    """At the top of a file or inside a function. The root reaches a room above it by configurator.attached alone."""
+    """Imports at the top of a file and in functions. The root reaches rooms above it only by configurator.attached."""
     may = MAY[room(name)] | {room(name)} | ({"corpus"} if name == "prepare" else set())
     assert {
         used
@@ -155,7 +155,7 @@ def test_imports_go_one_way(name):
 
 
 def test_the_core_names_nothing_that_attaches_to_it():
-    """Adapters, quantised bases, teachers, structured layers, judges and studies are words of other rooms."""
+    """Adapters, quantised bases, teachers, structured layers, judges and studies belong to other rooms."""
     core = "model loss goldfish ademamix schedule data train generate sample configurator".split()
     foreign = {"lora", "fp8", "quantised", "teacher", "distill", "structured", "charter", "studies", "guides"}
     for name in core:

@@ -31,7 +31,7 @@ ROW = dict(messages=[dict(role="user", content="hello")])
 
 @pytest.mark.parametrize("case", GOLDEN["expected_score"])
 def test_the_score_is_the_published_expectation_over_nine_digits(case):
-    """Also where the published scale ends at 8 by mistake, and where its server lists five words only."""
+    """Also for the published scale that ends at 8 by mistake, and for a server that lists only five words."""
     logits = torch.tensor(case["digit_logits"] + case["other_logits"], dtype=torch.float64)
     found = judge.expected(logits.log_softmax(-1)[:9])
     assert torch.stack(found).tolist() == pytest.approx([case["expectation"], case["digit_mass"]], abs=1e-12)
@@ -39,8 +39,8 @@ def test_the_score_is_the_published_expectation_over_nine_digits(case):
 
 def test_margins_of_both_orders_are_the_published_but_no_tie_moves_an_answer():
     """
-    Published: unlisted labels and ties are minus infinity, and the answer with the lower score wins. Here B has at most
-    the .001 that A leaves, and never more than A.
+    Published: an unlisted label has log-prob minus infinity; then, as in ties, the answer with the lower score wins.
+    Here an unlisted B has at most the .001 that A leaves, and never more than A.
     """
     pairs = [case for case in GOLDEN["pairs"] if "margin_a_over_b" in case]
     found = [judge.margin(case["ab"], case["ba"]) for case in pairs]
@@ -78,7 +78,7 @@ def test_ranks_are_the_published(case, monkeypatch):
 
 @pytest.fixture
 def served(monkeypatch):
-    """served(answer) -> (a Charter, [(text, request), ...]). answer(text): {token: log-prob} or an error's code."""
+    """served(answer) -> (a Charter, [(text, request), ...]). answer(text): {token: log-prob} or an HTTP error code."""
     requests = []
 
     def serve(answer):
@@ -103,8 +103,8 @@ def served(monkeypatch):
 
 def rule(text):
     """
-    A judge who likes the letter x, up to a rating of 9; of a pair it prefers the first by 2.5 nats more. "8" and " 8"
-    have half the probability each; the published scripts count one of them.
+    Answers of a judge that likes the letter x, up to a rating of 9, and prefers the first of a pair by 2.5 nats. "8"
+    and " 8" have half the probability each; the published scripts count one of them.
     """
     answers = [
         part.split("\n\n")[0].count("x")
@@ -126,8 +126,8 @@ SETTINGS = """"max_tokens": 1, "temperature": 1, "logprobs": true, "top_logprobs
 
 def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, monkeypatch):
     """
-    Charter, instruction, question without system and thoughts, response, instruction: an answer that gives orders has
-    not the last word.
+    Charter, instruction, question without system and thoughts, response, instruction: the last word is ours, even if an
+    answer gives orders.
     """
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     by, requests = served(rule)
@@ -152,8 +152,8 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
 
 def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
     """
-    Published: after an empty answer each answer gets the rank of its neighbour. Equal scores have no ranks.
-    Ratings end at 9, and pairs overrule them; the preference for the first place is larger than a margin, and cancels.
+    Published: after an empty answer each answer gets the rank of its neighbour, and equal scores have no ranks. Here
+    ratings end at 9 and pairs overrule them. The preference for the first place exceeds a margin, but cancels.
     """
     by, requests = served(rule)
     answers = ["x" * n or " \n" for n in (11, 0, 9, 10, 0, 11)]
@@ -175,7 +175,7 @@ THINKS = {"<think>": -0.01, "Okay": -5.0}
     ({"5": math.nan}, "not finite", 1),
 ])
 def test_a_server_that_says_no_digit_is_an_error(served, answer, says, times):
-    """Published: a digit in the thoughts is taken for the score; no answer is a win of the first."""
+    """Published: a digit in the thoughts counts as the score, and without an answer the first of a pair wins."""
     by, requests = served(lambda text: answer)
     with pytest.raises((ValueError, OSError), match=says):
         by(ROW, ["a"])
@@ -183,25 +183,25 @@ def test_a_server_that_says_no_digit_is_an_error(served, answer, says, times):
 
 
 def test_an_answer_without_a_digit_ranks_last(served):
-    """Published: one such answer throws the whole prompt away."""
+    """Published: one such answer discards the whole prompt."""
     by, _ = served(lambda text: THINKS if "odd" in text else rule(text))
     assert by(ROW, ["xx", "odd xxxx", "x", "xxx"]) == [3, 1, 2, 4]
 
 
 # -----------------------------------------------------------------------------
-# a judge that runs here
+# a local judge
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A Hugging Face folder with an Apertus and 4,096 words: "A" and " A" are two of them."""
+    """A Hugging Face folder with an Apertus of 4,096 tokens, two of which are "A" and " A"."""
     folder, tok = str(tmp_path_factory.mktemp("judge") / "apertus"), tokenizer.load("apertus:4096")
     convert.save_hf(small(vocab_size=tok.vocab_size, block_size=1024), folder, tok)
     return folder
 
 
 def test_probabilities_are_those_of_transformers(model):
-    """A word has the probability of all tokens that read like it: "A" and " A"."""
+    """The probability of a word is the sum over all tokens that spell it, such as "A" and " A"."""
     by = judge.Local(model, "cpu")
     tok = transformers.AutoTokenizer.from_pretrained(model)
     ids = torch.tensor([by.ids("hello")])
@@ -223,7 +223,7 @@ def test_probabilities_are_those_of_transformers(model):
 
 
 def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, tmp_path):
-    """One order of all four: "" is last, "x..." first, and two sampled texts are between them."""
+    """It orders all four: "" is last, "x..." first, and the two sampled texts are between them."""
     write_rows(
         tmp_path / "prompts.jsonl",
         [dict(ROW, completions=["", "x" * 9])]
@@ -237,5 +237,5 @@ def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, 
     [[of_refs, of_given]] = json.loads(file.read_text())
     assert of_given[0] == 1
     assert of_given[1] > max(of_refs)
-    # The pair is of the given completions alone, which have 1 and 10 tokens.
+    # The pair consists of the given completions, which have 1 and 10 tokens.
     assert log(tmp_path / "run")[0]["length"] == 5.5

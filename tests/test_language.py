@@ -23,14 +23,14 @@ ARTICLE = {
 
 
 def test_article_1_is_in_its_language_and_the_names_are_those_of_py3langid():
-    """zxx means no language."""
+    """The code zxx means: no language."""
     pytest.importorskip("py3langid")
     assert set(language.identifier().labels) == {*FINEWEB, "zxx"}
     for name, text in ARTICLE.items():
         assert detect(text, 0.5) == name
 
 
-# The answer of py3langid, a text, and what becomes of it.
+# py3langid's label, a text, and the language that we give it.
 ANSWERS = """
 de  | 0.9  | eng_Latn | deu_Latn
 de  | 0.89 | eng_Latn |

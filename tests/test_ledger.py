@@ -1,7 +1,7 @@
 """
-The ledger of a data folder: checked, asked, joined, and rid of documents, by python -m corpus.audit, data.py, --remove.
+The ledger of a data folder: corpus.audit checks and searches it, data.py joins it, prepare.py --remove changes it.
 
-golden/reports: small corpora, and their reports as commit 58a600a wrote them.
+golden/reports: small corpora, and their reports as written by commit 58a600a.
 """
 import json
 import os
@@ -18,7 +18,7 @@ from data import TokenDataset
 from lab import run
 from test_checkpoint import full
 
-# Each document is in several shards; the vocabulary is that of bytes, in a file; robots.txt says nothing of the hosts.
+# Shards are shorter than a document; the vocabulary is bytes, in a file; no robots.txt names the hosts.
 FLAGS = f"""--source_by=lang --shard_tokens=250 --val_share=0.2 --tokenizer= --train_bpe=320 --agents_no_star
     --robots={ROOT}/tests/golden/reports/b.robots.jsonl --probes={ROOT}/tests/golden/reports/probes
     --repetitions=(0,3)""".split()
@@ -26,7 +26,7 @@ FLAGS = f"""--source_by=lang --shard_tokens=250 --val_share=0.2 --tokenizer= --t
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """60 documents in two sources, and planted passages."""
+    """A data folder of 60 documents in two sources, and planted passages."""
     root = tmp_path_factory.mktemp("made")
     write_lines(root / "in.jsonl", rows(60))
     fill(root / "data", root / "in.jsonl", *FLAGS)
@@ -55,7 +55,7 @@ ARGUMENTS = dict(
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """a has every part of a report, b unknown hosts, c no robots.txt; d is all three joined."""
+    """Data folders: a has every part of a report, b unknown hosts, c no robots.txt; d joins all three."""
     root = shutil.copytree(
         f"{ROOT}/tests/golden/reports",
         tmp_path_factory.mktemp("reports") / "reports"
@@ -91,7 +91,7 @@ def test_a_share_never_reads_as_nothing_or_all():
 # check and find
 
 
-# A file, what is replaced in it, and the words of the error.
+# A file, bytes in it, the bytes that replace them, and words of the error.
 DAMAGE = """
 documents.parquet        | PAR1               | PAR2               | damaged
 documents.parquet        | parquet-cpp        | parquet_cpp        | another sha256
@@ -114,7 +114,7 @@ def test_the_check_sees_what_is_not_as_it_was_written(data, name, old, new, says
 @pytest.mark.parametrize("column, value, says", [
     ("offset", 7, "do not begin where"), ("shard", None, "do not begin where"), ("tokens", 7, "hold other documents")])
 def test_the_check_counts_the_documents_in_the_shards(data, monkeypatch, column, value, says):
-    """A ledger that is wrong in one row, whose hash the report has."""
+    """One row of the ledger is wrong, although its hash is the one in the report."""
     monkeypatch.setattr("corpus.ledger.sha256", lambda path: report(data)["outputs"]["ledger"])
     wrong = changed(data, lambda row: row["id"] == "in.jsonl:d7" and row.update({column: value}))
     write_ledger(data / "new", wrong)
@@ -140,7 +140,7 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
 
 
 def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path):
-    """10 steps of 8 windows of 257 tokens, found in the stream by their bytes. Killed before its last validation."""
+    """10 steps of 8 windows of 257 tokens, which the test finds in the stream. The run lacks its last validation."""
     killed = shutil.copytree(lab / "pretrained", tmp_path / "run")
     (killed / "log.jsonl").write_text((lab / "pretrained" / "log.jsonl").read_text().rpartition("{")[0])
     idx, targets, *_ = TokenDataset(
@@ -168,7 +168,7 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path)
 # remove
 
 
-# Newer files of two hosts, of which the second speaks to everybody alone, and of a third.
+# Newer robots.txt files of hosts 5 and 6 (in new.jsonl host 6 names only *), and a list of documents and a host.
 ASKED = {
     "list.jsonl": f"""
 {{"id": "in.jsonl:d2"}}
@@ -185,7 +185,7 @@ ASKED = {
 
 
 def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_path):
-    """By id, URL, text and host, and by a newer robots.txt of the agents that were asked before."""
+    """Removed by id, URL, text and host, and by newer robots.txt files, for the agents of the first run."""
     every = rows(60)
     put(tmp_path, ASKED)
     for name, n in (("list.jsonl", 12), ("new.jsonl", 8), ("robots", 1)):
@@ -206,12 +206,12 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     out = [row for row in ledger(data) if row["split"] is row["offset"] is None]
     assert [row["id"] for row in out] == [f"in.jsonl:{row['id']}" for row in gone]
     assert report(data)["total"]["tokens_removed_about"] == dict(withdrawn=sum(row["tokens"] for row in out))
-    # And new files bring back neither text nor page, but other pages of a host whose robots.txt was read.
+    # New files bring back no removed text or page, but other pages of a host whose robots.txt was read come in.
     again = [row | new for new in (dict(url=""), dict(text="new")) for row in gone]
     path = write_lines(tmp_path / "again.jsonl", [*again, *rows(5, 500)])
     fill(tmp_path / "more", path, f"--known={data}")
     assert [row["id"] for row in kept(tmp_path / "more")] == [f"again.jsonl:d{i}" for i in (501, 502, 503, 504)]
-    # Nor does a join with a folder that has them.
+    # A join with a folder that has removed documents is an error.
     fill(tmp_path / "back", path)
     refuse(
         f"withdrawn from {data}: remove it there too",
@@ -224,14 +224,14 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
 
 
 def test_an_address_that_others_share_brings_no_one_back_and_keeps_no_one_out(monkeypatch):
-    """Two parts of a page: the one that was withdrawn stays out by its id and its text alone."""
+    """Two documents share a URL. The withdrawn one is kept out by its id and its text, not by the URL."""
     gone = dict(id="a", url="http://h/p", text=1, reason="withdrawn:id", withdrawn="2026")
     both = [gone, dict(gone, id="b", text=2, reason="", withdrawn=None)]
     monkeypatch.setattr(withdraw, "rows_of", lambda *asked: map(dict, both))
     assert withdraw.withdrawn_entries("")[0] == {("id", "a"), ("text", 1)}
 
 
-# With a byte-order mark. Of the URLs one is of another folder; a planted passage is no document.
+# Begins with a byte-order mark. One URL is of no document here; probe/1 is a planted passage, not a document.
 LIST = """\ufeffin.jsonl:d1
  www.Host3.example
 
@@ -243,7 +243,7 @@ probe/1"""
 
 def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(data, tmp_path, monkeypatch):
     """
-    The same list again finds nothing to remove. A disk without links has copies.
+    The same list a second time finds nothing to remove. Where hard links fail, shards are copied.
     """
     monkeypatch.setattr(os, "link", full)
     (tmp_path / "list").write_text(LIST)
@@ -260,7 +260,7 @@ def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(dat
 
 @pytest.mark.parametrize("sha256, says", [(full, "is as it was"), (str, "another sha256")])
 def test_what_cannot_be_written_leaves_the_data_as_they_were(data, made, tmp_path, monkeypatch, sha256, says):
-    """On a full disk, and where a shard is no longer what was written: a removal, and the files once more."""
+    """A removal and a new build, with a full disk and with a shard whose hash has changed."""
     monkeypatch.setattr("corpus.shards.sha256", sha256)
     (tmp_path / "list").write_text("in.jsonl:d1")
     before = written(data)
@@ -277,7 +277,7 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
     a, b, c, both = made / "data", tmp_path / "b", tmp_path / "c", tmp_path / "both"
     fill(b, write_lines(tmp_path / "b.jsonl", rows(30, 50)), "--source_by=lang")
     fill(c, write_lines(tmp_path / "c.jsonl", rows(4, 90)))
-    # What a killed run has left.
+    # Remains of a killed run.
     put(tmp_path, {"both.tmp/.prepare.lock": "", "both.tmp/data/shard": ""})
     run("data.py", a, b, f"--join={both}")
     assert sorted(os.listdir(both)) == "documents.parquet meta.json report.json report.md tokenizer.json".split()
@@ -288,7 +288,7 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
     assert "of source b/" in ask(both, "--find=b.jsonl:d77")
     assert report(both)["robots"]["store"] == f"{ROOT}/tests/golden/reports/b.robots.jsonl none"
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
-    # To the joined folder more is joined, and nothing else is replaced.
+    # A join may replace a joined folder, but no other folder.
     run("data.py", both, c, f"--join={both}/")
     assert "94 documents in = 94 kept" in ask(both)
     refuse("which prepare.py did not write", both, c, f"--join={b}", name="data.py")

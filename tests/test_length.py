@@ -1,4 +1,4 @@
-"""studies/length.py: registers, questions and their marks. Its runs and its page: test_results.py."""
+"""studies/length.py: registers, questions and their scores. test_results.py tests its runs and its page."""
 import random
 
 from studies import length
@@ -23,7 +23,7 @@ def looked_up(text):
 
 
 def test_a_reader_of_the_text_looks_up_all_colours_at_each_distance(monkeypatch):
-    """In place of a model. The distance is exact up to the last pair, of 12 bytes at most."""
+    """A parser of the prompt replaces the model. Distances are exact to one pair, of 12 bytes at most."""
     tok = load("byte")
     back = []
 

@@ -1,4 +1,4 @@
-"""tests/lesson.py: a judge passes the project's file, fails the empty one, and names the mistake that was planted."""
+"""tests/lesson.py: --check passes the project's file, fails the empty one, and names a planted mistake."""
 import multiprocessing
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer  # noqa: F401  here once, and not in each fork
+from transformers import AutoTokenizer  # noqa: F401  import it once, not in each fork
 
 from conftest import ROOT, script
 
@@ -19,7 +19,7 @@ RUN = subprocess.run
 
 
 def judged(command, env, **_):
-    """subprocess.run of a pytest, once for each text, in a fork of this process: importing torch anew takes seconds."""
+    """Like subprocess.run of pytest, once per text, in a fork of this process: importing torch takes seconds."""
     folder = Path(env["PYTHONPATH"].split(os.pathsep)[0])
     [file] = folder.rglob("*.py")
     key = file.read_text(), *command
@@ -40,7 +40,7 @@ def judged(command, env, **_):
 
 
 def child(command, env, log):
-    """Begin like a new process, without the project's modules that the tests before have imported."""
+    """Start like a new process: drop the project's modules that earlier tests have imported."""
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) or ""
         if file.startswith(ROOT) and "site-packages" not in file:
@@ -67,7 +67,7 @@ def test_a_judge_passes_our_file_fails_the_empty_one_and_names_each_mistake(less
     source = Path(ROOT, row["file"]).read_text()
 
     def check(text):
-        """Does it pass, and which mistakes are named?"""
+        """(whether the text passes, the mistakes that --check names)"""
         mine.write_text(text)
         done = lesson(name, "--check")
         assert done.returncode == any(word in done.stdout for word in (" failed", " error"))

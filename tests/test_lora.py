@@ -48,7 +48,7 @@ def published(folder):
 
 @pytest.mark.parametrize("case", ["all", "rs", "gauss"])
 def test_logits_loss_gradients_and_merged_matrices_are_pefts(case):
-    """Full names, suffixes with rsLoRA, a regular expression. Within off() the model is its base, bit for bit."""
+    """Targets are full names, suffixes with rsLoRA, a regular expression. Within off() the model equals its base."""
     model = base()
     lora.load(model, f"{FOLDER}/adapter_{case}")
     close(logits(model), VALUES[case])
@@ -74,7 +74,7 @@ def test_logits_loss_gradients_and_merged_matrices_are_pefts(case):
 
 
 def test_a_new_adapter_is_the_base_exactly_and_starts_like_pefts_by_seed_and_name_alone():
-    """kaiming_uniform with a = sqrt(5), PEFT's choice, is uniform in +-1/sqrt(in)."""
+    """PEFT's kaiming_uniform with a = sqrt(5) is uniform in +-1/sqrt(in)."""
     drawn = []
     for on, seed in ("all", 1), ("v_proj,o_proj", 1), ("all", 2):
         model = lora.adapt(base(), lora.settings_of(4, 8, on), seed)
@@ -95,7 +95,7 @@ def test_a_new_adapter_is_the_base_exactly_and_starts_like_pefts_by_seed_and_nam
 
 
 def test_an_adapter_of_peft_on_some_matrices_of_one_layer_has_its_logits(tmp_path):
-    """Its tensors say which matrices have one."""
+    """The names of the tensors say which matrices have an adapter."""
     config = peft.LoraConfig(
         r=5,
         lora_alpha=7,
@@ -123,7 +123,7 @@ NAME = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
     ],
 )
 def test_the_adapter_of_another_model_is_an_error_that_names_the_tensor(tmp_path, changed, says):
-    """Settings that change a logit are in refusals.txt."""
+    """refusals.txt has the settings that would change a logit."""
     folder = shutil.copytree(f"{FOLDER}/adapter_all", tmp_path / "adapter")
     file = folder / "adapter_model.safetensors"
     whole = load_file(file) | changed
@@ -141,7 +141,7 @@ def answers(name, **how):
 
 
 def test_a_run_learns_and_its_folder_adapter_merged_model_and_peft_agree(lab, tmp_path):
-    """Within the rounding of fp32: the sum W x + s B A x, or of the matrices before the product."""
+    """Up to fp32 rounding: W x + s B A x and (W + s B A) x round differently."""
     adapted = lab / "adapted"
     assert sum(losses(adapted)[-3:]) < 0.95 * sum(losses(adapted)[:3])
     want = answers(adapted)
@@ -153,7 +153,7 @@ def test_a_run_learns_and_its_folder_adapter_merged_model_and_peft_agree(lab, tm
 
 
 def test_a_run_on_an_int8_base_learns_and_is_loaded_in_any_dtype(lab, tmp_path):
-    """The base model is recognised by its values in bf16 and in fp32. 4 / sqrt(4) is as large a scale as 8 / 4."""
+    """The base is recognised by its values, read as bf16 or fp32. The scale 4 / sqrt(4) equals the lab's 8 / 4."""
     run(*tuning(lab, tmp_path / "run", "--lora_r=4", "--lora_alpha=4", "--lora_rs", "--base=int8", "--recompute=full"))
     assert losses(tmp_path / "run") == pytest.approx(losses(lab / "adapted"), rel=0.01)
     for dtype in (None, torch.bfloat16):

@@ -10,7 +10,7 @@ from conftest import table
 from loss import ChunkedCrossEntropy, chunk_loss, chunk_rows
 
 
-# Rows of a chunk, of 50; what is frozen.
+# Rows of a chunk, of 50 in all; the frozen tensors.
 CHUNKS = """
 7  |
 25 | h
@@ -42,7 +42,7 @@ def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, ro
     each = F.cross_entropy(h @ head.T, targets, reduction="none")
     assert_close((nll, found), (each.detach(), each @ weights))
     if trained:
-        # A frozen matrix has no gradient built for it: of the 8B's head it would take 2 GB.
+        # No gradient is built for a frozen matrix: for the 8B's head it would take 2 GB.
         built = [t.shape for t in found.grad_fn.saved_tensors if t is not None]
         assert built == [p.shape for p in trained] and not nll.requires_grad
         exact = torch.autograd.grad(3 * each @ weights, trained)
@@ -50,7 +50,7 @@ def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, ro
 
 
 def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
-    """Their exponentials overflow in any dtype; those of their distances from the largest do not."""
+    """Exponentials of the logits overflow in any dtype; those of their distances to the largest do not."""
     z = torch.tensor([[2000.0, 1999, -3000], [5, -5000, -5000.5], [-4000, -4001, -9]])
     targets, weights = torch.tensor([1, 0, 0]), torch.tensor([0.25, 0.5, 0.25])
     found = chunk_loss(torch.eye(3), z.T, targets, weights, True)
@@ -63,8 +63,8 @@ def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_bf16_losses_and_the_heads_gradient_are_added_up_in_fp32(monkeypatch, dtype):
     """
-    dz = 1/8 - (label), which bf16 holds; sums over chunks are odd whole numbers, for which bf16 has no room. The
-    gradient has the dtype of the head.
+    dz is 1/8, minus 1 at the label, which is exact in bf16. Sums over chunks are integers too large for bf16.
+    The gradient has the head's dtype.
     """
     monkeypatch.setattr(loss, "chunk_rows", lambda *_: 8)
     h = torch.ones(4104, 4).bfloat16()
@@ -86,7 +86,7 @@ def test_in_bf16_losses_and_the_heads_gradient_are_added_up_in_fp32(monkeypatch,
     )
 
 
-# In fp32 the first are 0.5 GB, the next two 268 MB, then twice 16 MB.
+# Logits in fp32: 0.5 GB in the first row, 268 MB in the next two, then 16 MB twice, 268 MB and 0.5 GB.
 HELD = """
 1024   | 131_072   | cuda | True
 512    | 131_072   | cuda | False

@@ -1,7 +1,7 @@
 """
-A run that is killed, or carried on by another number of ranks, ends as the undisturbed run: each kind of run against
-itself. One process resumes bit-exact. Ranks add in another order, so their losses are close; with --exact,
-which train.py has, all weights are bit-exact on any number of ranks too.
+A run that is killed, or resumed by another number of ranks, ends like the undisturbed run, for each kind of run. One
+process resumes bit-exact. Ranks add in another order, so their losses are only close; with train.py --exact all weights
+are bit-exact on any number of ranks too.
 """
 import itertools
 import json
@@ -18,8 +18,8 @@ from trained import equal, killed_after, log, steps
 TRAIN = "--checkpoint_every=2 --keep_checkpoints=0"
 LORA = " ".join(ADAPTERS)
 GUIDED = "--ffn=blockdense --ffn_rank=16 --ffn_blocks=2 --self_guided=0.5 --guide_saving"
-# Each kind of run: the command, its flags, how two ranks share it from its start, and how when they resume it. Of the
-# four pairs of a step of QRPO the first rank takes all at once: nothing is left for the second.
+# Each kind of run: its flags, how two ranks share it from the start, and how when they resume it. In a step of QRPO the
+# first rank takes all four pairs, so that the second has none.
 KINDS = f"""
 pretraining | {TRAIN}                                       | ddp                        | fsdp --exact
 continued   | {TRAIN} --init_from=LAB/hf --base=bf16 {LORA} | fsdp --sequence_parallel=2 | fsdp --exact
@@ -36,7 +36,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(scope="module")
 def run(lab, launch):
-    """run(kind, out, *args, parallel): begin a run, or carry it on: on two ranks if parallel is given."""
+    """run(kind, out, *args, parallel): start or resume a run, on two ranks if parallel is given."""
 
     def run(kind, out, *args, parallel=""):
         more = KINDS[kind][0].replace("LAB", str(lab)).split()
@@ -74,7 +74,7 @@ def whole(lab, run, tmp_path_factory):
 
 
 def killed(out, new, places):
-    """A copy of a run, killed after one of these checkpoints, in the middle of a line of its log."""
+    """A copy of a run, as if killed after one of these checkpoints while it wrote a line of its log."""
     place = random.Random(str(out)).choice(places)
     killed_after(out, new, steps(out)[place])
     with open(new / "log.jsonl", "a") as f:
@@ -94,7 +94,7 @@ def test_killed_and_resumed_it_ends_in_the_same_bits(whole, run, tmp_path, kind)
 
 @pytest.mark.parametrize("kind, done", [("adapted", 1), ("qrpo", 2)])
 def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch, kind, done):
-    """In the fifth micro-batch: of three in a step, or of two."""
+    """The signal comes in the fifth micro-batch, where a step has three (adapted) or two (qrpo)."""
     calls, reduce_after = itertools.count(1), parallel.reduce_after
 
     def signalled(*args):
@@ -110,7 +110,7 @@ def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("kind, room, batch", [("sft", 100, 6), ("qrpo", 200, 4)])
 def test_where_memory_is_short_one_row_is_taken_at_a_time(whole, run, tmp_path, monkeypatch, kind, room, batch):
-    """A position takes a byte, and there is room for one row of the longest."""
+    """A position takes one byte in this test, and only one of the longest rows fits."""
     calls, reduce_after = [], parallel.reduce_after
     monkeypatch.setattr(parallel, "reduce_after", lambda *args: [calls.append(args), reduce_after(*args)])
     monkeypatch.setattr(memory, "of_step", lambda model, how, tokens, *_: dict(total=how["micro_batch"] * tokens))
@@ -140,5 +140,5 @@ def test_from_one_rank_to_two_and_back(whole, run, tmp_path, kind):
     assert losses(one) == (losses(want) if exact else pytest.approx(losses(want), rel=2e-5, abs=2e-5))
     assert not exact or same(weights(want), weights(one))
     if kind == "adapted":
-        # What shards have saved for PEFT.
+        # The adapter that sharded ranks have saved for PEFT.
         assert same(weights(two), weights(two / "adapter"))

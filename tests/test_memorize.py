@@ -1,4 +1,4 @@
-"""memorize.py: Rouge-L is Google's, continuations are the model's own, and a small study from its data to its rows."""
+"""memorize.py: Rouge-L against Google's, continuations against generate(), and a small study from data to rows."""
 import json
 import os
 import random
@@ -21,7 +21,7 @@ from studies import kit, memorize
 
 
 def test_rouge_l_is_googles():
-    """rouge_score, on ids as words; few different ones have long common subsequences."""
+    """rouge_score reads ids as words. Few different ids give long common subsequences."""
     rng = random.Random(0)
     scorer = RougeScorer(["rougeL"])
     for n in range(20):
@@ -33,7 +33,7 @@ def test_rouge_l_is_googles():
 
 def test_the_model_continues_bos_and_the_prefix():
     """
-    18 passages, in two batches, against generate() on whole prompts. Two of them are the model's own words.
+    18 passages, in two batches, against generate() on whole prompts. Two passages are the model's own continuations.
     """
     model = tiny.small(init_std=0.5)
     passages = tiny.ids(18, 40)
@@ -55,7 +55,7 @@ def test_the_model_continues_bos_and_the_prefix():
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """
-    Two models of one seed, stopped before the second, and started again; train.py runs in this process.
+    A study of two models with one seed, stopped before the second and started again; train.py runs in this process.
 
     Returns the folder, and the names of the models in the order of their training.
     """
@@ -97,7 +97,7 @@ def study(tmp_path_factory):
 
 
 def test_passages_are_read_as_often_as_their_bucket_says(study):
-    """Against the stream; edited copies differ in 5 %. The hashes of both streams are those of the committed code."""
+    """Counted in the stream. Edited copies differ in 5 % of their tokens. The data have a committed hash."""
     (data,) = (study[0] / "runs").glob("data-*")
     probes = json.loads((data / "probes.json").read_text())
     train = np.load(data / "train_00000.npy").reshape(-1, 102)[:, 1:-1]
@@ -115,7 +115,7 @@ def test_a_stopped_study_trains_what_is_missing_and_its_rows_are_those_of_the_ch
     assert [row["model"] for row in rows if row["kind"] == "validation"] == ["none", "k4"]
     (run,) = (root / "runs").glob("k4-s11-*/")
     settings = settings_of(run)
-    # All windows of the stream once.
+    # The run reads all windows of the stream once.
     wanted = dict(
         goldfish_k=4,
         seed=11,
@@ -135,7 +135,7 @@ def test_a_stopped_study_trains_what_is_missing_and_its_rows_are_those_of_the_ch
 
 
 def test_any_model_is_tested_with_probes_of_prepare(lab, tmp_path):
-    """An object around the list, whose text comes before ids of another vocabulary. A byte's id is 64 more."""
+    """The file is an object around the list. A probe's text overrides its ids. Bytes start at id 64."""
     text = "Rouge counts what two texts share: the quick brown fox jumps over the lazy dog, 1234567890 times."
     ids = [64 + byte for byte in text.encode()]
     found = []

@@ -1,6 +1,6 @@
 """
-engine/memory.py against the report's 8B, and against what torch's allocator and a stand-in for CUDA took for whole
-steps; and the lines that a run prints.
+engine/memory.py against the report's 8B, and against the memory that whole steps took of torch's allocator and of a
+stand-in for CUDA; and the lines that a run prints.
 """
 from types import SimpleNamespace
 
@@ -72,7 +72,7 @@ def takes(model, tokens=4096, shards=1, **settings):
 
 
 def test_activations_and_the_larger_of_head_and_block(eight):
-    """At most 2^27 logits, at 8 bytes, and 6 bytes a weight; of 64 windows a block has more. A frozen head has less."""
+    """A head takes 8 bytes for each of 2^27 logits and 6 a weight, less if frozen; 64 windows of a block more."""
     kept = 2 * 21504 + 7 * 4096 + 3 * 1024
     products = 4 * 4096 + 2 * 1024
     for mode, numbers in dict(none=kept, cheap=products + 21504, selective=products, full=4096).items():
@@ -97,8 +97,8 @@ def test_activations_and_the_larger_of_head_and_block(eight):
 ])
 def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, shards, how):
     """
-    GiB at the peak, compiled against a stand-in for CUDA: of torch's allocator without `beyond`, at most 6 % more than
-    the sum, and of the device with it.
+    GiB at the peak, compiled against a stand-in for CUDA. torch's allocator (without `beyond`) took at most 6 % more
+    than the sum, the device at most 1 % more.
     """
     found = takes(eight, micro_batch=rows, shards=shards, **how)
     total, beyond = found["total"] / 2**30, found["beyond"] / 2**30
@@ -108,9 +108,9 @@ def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, s
 
 
 # MiB of a GPU by nvidia-smi, rows, ranks, settings, and the line. 20 bytes for each of 8,053,338,176 parameters are
-# 161.1 GB of the 150.8 that an H200 has, and 16 are 128.9. With hsdp a copy may need several nodes. The last five: 8
-# GPUs that share each window of README's 64k fit (tools.plan --long), and 8 that do not would not; DDP adds gradients
-# in place, and shards divide what is held; the memory of other processes does not count.
+# 161.1 GB, more than the 150.8 of an H200; 16 bytes are 128.9. With hsdp a copy may need several nodes. The last five:
+# a window of 65,536 does not fit on each of 8 GPUs, but fits if they share it (tools.plan --long); DDP adds gradients
+# in place, and shards divide weights and states; memory of other processes is not free.
 SAID = """
 143771 | 4 | 1 | | error: GB that a step takes, with micro_batch=4 and a copy of the model on 1: weights 32.2,
 143771 | 4 | 1 | | gradients 32.2, states 96.6, activations 78.8,

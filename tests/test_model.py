@@ -20,7 +20,7 @@ from tiny import GOLDEN, golden, ids, small, tensors
 
 
 def moved(**changes):
-    """A small model. Fresh gains are all 1 and xIELU's slopes equal, so that a mix-up would not show."""
+    """A small model with moved parameters: fresh gains are all 1 and slopes all equal, which would hide a mix-up."""
     model = small(**changes)
     torch.manual_seed(0)
     for p in model.parameters():
@@ -29,7 +29,7 @@ def moved(**changes):
 
 
 def shape(model, **rope):
-    """The arguments of transformers' config for the shape of our model. rope: its RoPE."""
+    """The arguments of transformers' config for our model's shape. rope: its RoPE parameters."""
     named = {
         theirs: getattr(model.config, ours)
         for ours, theirs in convert.HF_NAMES.items()
@@ -69,7 +69,7 @@ def test_logits_loss_and_gradients_are_the_published_ones(name):
 
 @pytest.mark.parametrize("H, K, D, layers, tied, begins", [
     (5, 1, 16, 2, False, (0, 0)),                          # an odd number of heads, multi-query
-    (3, 3, 8, 1, True, (7, 100)),                          # multi-head; each row begins elsewhere
+    (3, 3, 8, 1, True, (7, 100)),                          # multi-head; each row begins at another position
     (4, 2, 32, 1, False, (33_000, 9_000)),                 # positions past 8,192 and past 32,768
 ])
 def test_logits_and_all_gradients_are_those_of_a_fresh_transformers_model(H, K, D, layers, tied, begins):
@@ -113,7 +113,7 @@ def test_logits_and_all_gradients_are_those_of_a_fresh_transformers_model(H, K, 
 
 
 def test_without_its_three_differences_it_is_transformers_llama():
-    """SwiGLU, no QK-norm, plain RoPE, other names of the norms. 56: 2/3 of 80, to a multiple of 8."""
+    """SwiGLU, no QK-norm, plain RoPE; norms have other names. 56 is 2/3 of 80, rounded to a multiple of 8."""
     ours = moved(activation="swiglu", qk_norm=False, rope_scaling=0.0)
     config = shape(
         ours,
@@ -152,7 +152,7 @@ def test_xielu_values_and_gradients_are_transformers(i):
 
 
 def test_xielu_in_bf16_is_exact_for_large_inputs_and_keeps_its_input_alone():
-    """Against itself in fp64. What autograd keeps is counted by torch's hooks: x, and the two slopes in fp32."""
+    """Against itself in fp64. By torch's hooks autograd saves only x and the two slopes in fp32."""
     act = small().model.layers[0].mlp.act_fn
     kept = {}
     x = torch.linspace(-1e4, 1e4, 2001).bfloat16().requires_grad_()
@@ -194,7 +194,7 @@ def test_other_activations_are_their_formulas(activation, formula):
 
 
 def test_a_document_in_a_window_is_that_document_alone():
-    """And not a bit of it depends on the one before."""
+    """The document before it does not change a bit of it."""
     doc = torch.arange(64).ge(20).long()[None]
     one = ids(1, 64, seed=1)
     other = torch.cat(
@@ -225,7 +225,7 @@ def test_the_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
     logits = model(idx)[0]
     nll = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     assert logits[:, -1].equal(model(idx, last=True)[0])
-    built = []                                             # whether gradients were
+    built = []                                             # whether gradients were built
     model.chunk_loss = lambda *args: built.append(args[-1]) or chunk_loss(*args)
     assert_close(model(idx, targets, keep, per_token=True)[1], nll)
     assert built == [False]
@@ -282,8 +282,8 @@ def test_in_bf16_positions_and_the_mean_are_in_fp32():
     (dict(n_layer=80, n_head=64, n_embd=8192, ffn_dim=43008), 70_599_864_480, 433_254_825_984)])
 def test_the_8b_and_the_70b_have_the_published_shape_parameters_and_flops(changes, parameters, flops):
     """
-    Section 1.6. FLOPs by hand; with the other half of attention 6.74e24 for the 70B's 15T tokens, as in section 6.
-    A matrix costs 2 forward, 2 for the gradient of its input, and 2 for its own, which a frozen one has not.
+    Section 1.6. FLOPs by hand; with the other half of attention 6.74e24 for the 70B's 15T tokens (section 6). A
+    weight costs 2 FLOPs forward, 2 for the gradient of its input, and 2 for its own, which a frozen one lacks.
     """
     published = convert.config_from_hf(json.loads(read_text(f"{GOLDEN}/published_configs.json"))[0]["config"])
     assert ApertusConfig() == replace(published, block_size=4096, rope_theta=5e5, init_std=0.008944)
@@ -298,7 +298,7 @@ def test_the_8b_and_the_70b_have_the_published_shape_parameters_and_flops(change
 
 
 def test_initial_values_are_drawn_from_the_hash_of_seed_and_name():
-    """So they depend on nothing else that is built. Gains are 1, both slopes 0.8, residual matrices 1/sqrt(2L)."""
+    """So they depend on no other module. Gains are 1, both slopes 0.8; residual matrices have a factor 1/sqrt(2L)."""
     model = Apertus(small(n_layer=8).config)               # its seed is 28
     for name, p in model.named_parameters():
         wanted = torch.ones_like(p)

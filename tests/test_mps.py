@@ -1,8 +1,8 @@
 """
---device=mps without a Mac: every operation of training and of sampling has a kernel there, and none makes fp64, which
-MPS does not have. The authority is torch's own table of kernels, native_functions.yaml, which comes with each build.
+--device=mps, tested without a Mac: every operation of training and sampling has an MPS kernel, and none makes fp64,
+which MPS lacks. The authority is torch's own table of kernels, native_functions.yaml, which comes with each build.
 
-The model runs on the meta device: nothing is computed, by the code of every device that is neither CPU nor CUDA.
+The model runs on the meta device: nothing is computed, and the code is that of devices other than CPU and CUDA.
 """
 import os
 
@@ -20,7 +20,7 @@ from tiny import small
 
 @pytest.fixture(scope="module")
 def on_mps():
-    """The names of all operations with a kernel on MPS, of its own or made of others."""
+    """The names of all operations that have an MPS kernel or are composed of other operations."""
     folder = f"{os.path.dirname(torchgen.__file__)}/packaged/ATen/native"
     parsed = parse_native_yaml(f"{folder}/native_functions.yaml", f"{folder}/tags.yaml")
     own = parsed.backend_indices[DispatchKey.MPS]
@@ -28,14 +28,14 @@ def on_mps():
     return {
         name
         for name, f in functions.items()
-        # A structured operation has the kernel of its out= variant.
+        # A structured operation uses the kernel of its out= variant.
         for kernel in [functions[str(f.structured_delegate or name)]]
         if kernel.has_composite_kernel or own.has_kernel(kernel)
     }
 
 
 class Mac(TorchDispatchMode):
-    """Notes each operation on tensors of the meta device. TypeError for fp64 among them."""
+    """Records the operations on tensors of the meta device. TypeError if one of them is fp64."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """
-engine/parallel.py, sequence.py, recompute.py and train.py on several processes: gloo, the smallest sizes, forked from
-one warm process (tests/faults/launch.py). What many ranks compute is held against one.
+engine/parallel.py, sequence.py, recompute.py and train.py on several processes: gloo, tiny models, forked from one
+warm process (tests/faults/launch.py). Results of many ranks are compared with those of one process.
 """
 import os
 import signal
@@ -21,8 +21,8 @@ from posttrain import lora
 from trained import corpus, log
 
 FLAT = "--warmup_samples=0 --decay_samples=0 --checkpoint_every=5 --keep_checkpoints=0 --eval_every=5".split()
-# A learning rate that is chaotic on purpose: a small difference grows. Goldfish with k = 2 drops half of the tokens,
-# and very unequally; there is no clipping, which would hide a factor. SwiGLU, since xIELU's slope jumps left of 0.
+# The learning rate is chaotic on purpose: small differences grow. Goldfish with k = 2 drops half of the tokens, a
+# different share on each rank. Clipping is off, as it would hide a wrong factor. SwiGLU: xIELU's slope jumps left of 0.
 CHAOTIC = "--activation=swiglu --lr=1e-2 --goldfish_k=2 --total_samples=80 --n_kv_head=4"
 EXACT = "--exact --micro_batch=2 --alpha_warmup=30 --beta3_warmup=30 --total_samples=120"
 
@@ -34,13 +34,13 @@ def arguments(data, out, args):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Text that never changes: how far a chaotic run grows apart depends on it."""
+    """A fixed text: how fast differences grow in a chaotic run depends on it."""
     return Path(corpus(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")
 def train(launch, data):
-    """train(ranks, out, args): the folder of a run that ends well; 0 ranks: without a launcher."""
+    """train(ranks, out, args): train, which must succeed. Returns the run folder; 0 ranks: without a launcher."""
     def train(ranks, out, args):
         codes, text = launch(ranks, *arguments(data, out, args), logs=f"{out}.log")
         assert set(codes) == {0}, text[-3000:]
@@ -69,7 +69,7 @@ def test_every_way_to_spread_a_step_has_the_losses_and_norms_of_one_process(trai
 
 
 def test_exact_mode_has_the_same_bits_on_1_and_4_ranks(train, tmp_path):
-    """test_matrix.py and tests/faults carry such runs on with other numbers of ranks."""
+    """test_matrix.py and tests/faults resume such runs on other numbers of ranks."""
     one = train(0, tmp_path / "one", EXACT)
     four = train(4, tmp_path / "four", f"{EXACT} --parallel=hsdp --hsdp_shard=2")
     assert same(weights(one), weights(four))
@@ -86,7 +86,7 @@ def test_a_window_over_ranks_has_the_loss_and_all_gradients_of_the_whole_one(lau
     assert codes == [0] * 4, text[-3000:]
 
 
-# How many processes a launcher says there are, the flags, and the words of the error.
+# The launcher's number of processes, the flags, and words of the error.
 REFUSED = """
     2 | --parallel=none                        | 2 processes were started and parallel=none is one
     2 | --parallel=ddp --exact                 | take --parallel=fsdp
@@ -109,7 +109,7 @@ def test_what_cannot_work_is_told_before_any_process_is_met(data, monkeypatch, t
 
 
 def test_srun_says_which_rank_a_process_is(monkeypatch):
-    """One process inside a job is one process; so is a script that sbatch starts without srun."""
+    """A job of one process has no ranks; nor has a script that sbatch starts without srun."""
     env = dict(word.split("=") for word in """SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_JOB_ID=123456
         SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_LAUNCH_NODE_IPADDR=10.0.0.1""".split())
     monkeypatch.setattr(os, "environ", env)
@@ -134,7 +134,7 @@ def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
 
 
 def test_signals_mean_what_they_did_afterwards():
-    """Between steps they are noted: tests/faults."""
+    """tests/faults tests their effect inside."""
     before = signal.getsignal(signal.SIGTERM)
     with parallel.stop_signals():
         assert signal.getsignal(signal.SIGTERM) is not before
@@ -176,8 +176,8 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
     one_shard, exact, dtype
 ):
     """
-    Gradients have the bits of one process: the embedding's too, of which bf16 loses much where a token is frequent.
-    A rank that kept whole gradients until the last micro-batch would need 282 GB at 70B.
+    Gradients are bit-exact with one process, also the embedding's, where adding a frequent token in bf16 loses much. A
+    rank that kept unsharded gradients until the last micro-batch would need 282 GB at 70B.
     """
     with torch.device("meta"):
         model = Apertus(SMALL)
@@ -210,7 +210,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
 
 
 class Work(TorchDispatchMode):
-    """Counts products by the shape of the right factor, and attention."""
+    """Counts matrix products, by the shape of the right factor, and calls of attention."""
 
     def __init__(self):
         super().__init__()
@@ -232,7 +232,7 @@ MODES = "none", "cheap", "selective", "full"
 
 
 def test_what_each_mode_recomputes_and_that_gradients_keep_their_bits():
-    """By hand, for a block 16 wide with two heads, one of them for keys, up and down 24 wide, an adapter of rank 4."""
+    """By hand, for a block 16 wide with two query heads, one key head, up and down 24 wide, an adapter of rank 4."""
     done, grads = {}, {}
     for mode in MODES:
         adapters = lora.settings_of(4, 8, "q_proj")
@@ -249,7 +249,7 @@ def test_what_each_mode_recomputes_and_that_gradients_keep_their_bits():
 
 
 def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
-    """torch.compile skips torch's own files: with a bare checkpoint() around a block, 7 of 47 operations are left."""
+    """torch.compile skips torch's own files: a bare checkpoint() around a block would compile 7 of 47 operations."""
     sizes, grads = [], []
     for mode in MODES:
         torch._dynamo.reset()

@@ -12,7 +12,7 @@ PARAMETERS = 8_053_338_176
 
 
 def planned(mode, command):
-    """(plan, model) of the 8B on 8 GPUs."""
+    """(plan, model) of the 8B with these flags."""
     model = plan.build(f"8b {command}")
     return plan.plan_of(model, mode), model
 
@@ -23,7 +23,7 @@ def planned(mode, command):
     pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow),
 ])
 def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
-    """Of cards the line of the 8B: 80 layers of the 70B take seconds."""
+    """Of the table of cards only the line of the 8B: the 70B's 80 layers take seconds."""
     pages = "".join(
         page.read_text()
         for page in Path(ROOT, "docs").glob("*.md")
@@ -38,8 +38,8 @@ def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
 ])
 def test_compute_is_the_flops_of_a_step_and_of_what_is_computed_again(mode, again):
     """
-    A block multiplies by 4,096 x (2 x 21,504 + 10,240) weights, in `up`, `down` and attention. A step is three passes
-    over 32 blocks and the head, and causal attention.
+    A block has 4,096 x (2 x 21,504 + 10,240) weights, in `up`, `down` and attention. A step takes three passes over 32
+    blocks and the head, plus causal attention.
     """
     found, _ = planned(mode, "--mfu=0.5")
     forward = 4096 * (32 * 53_248 + 131_072)
@@ -49,7 +49,7 @@ def test_compute_is_the_flops_of_a_step_and_of_what_is_computed_again(mode, agai
 
 
 def test_the_slower_of_compute_and_links_decides_the_speed():
-    """7/8 of 8 bytes a parameter at 360 GB/s of NVLink are 157 ms; over 3.6 GB/s they take longer than two windows."""
+    """7/8 of 8 bytes a parameter take 157 ms at NVLink's 360 GB/s; at 3.6 GB/s they take longer than the compute."""
     fast, model = planned("none", "--gpus=8")
     assert model.num_params() == PARAMETERS and fast["fits"] == 2
     assert fast["links_s"] == pytest.approx(7 / 8 * 8 * PARAMETERS / 360e9)
@@ -66,7 +66,7 @@ def test_the_slower_of_compute_and_links_decides_the_speed():
     ("full", 3)
 ])
 def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
-    """q and the result have 32 heads of 128, k and v 8: bf16, T/P positions, both directions, in full once more."""
+    """bf16 q and output (32 heads of 128), k and v (8): T/P positions, forward and backward, with `full` once more."""
     alone, _ = planned(mode, "--batch_size=8")
     split, _ = planned(mode, "--batch_size=2 --sequence_parallel=4")
     sent = 3 / 4 * passes * 32 * 1024 * 2 * 2 * (32 + 8) * 128 / 360e9

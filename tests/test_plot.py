@@ -1,4 +1,4 @@
-"""engine/plot.py: curves are those of the log."""
+"""engine/plot.py: plotted curves have the numbers of the log."""
 import numpy as np
 import pytest
 
@@ -22,7 +22,7 @@ def drawn(monkeypatch):
 
 
 def run(folder, entries=STEPS, data_hash="same", size=100, bpb=1.5):
-    """A run folder of these entries and a validation. size: bytes of the validation text of its data folder."""
+    """A run folder with these log entries and a validation. size: bytes of its data's validation text."""
     entries = [*entries, dict(step=9, tokens=9 * 10**6, val_bpb=bpb, seconds=120.0)]
     folder.mkdir()
     write_lines(folder / "log.jsonl", entries)
@@ -70,7 +70,7 @@ def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(
         for i, loss in enumerate(losses)
     ]
     folder = run(tmp_path / "a", log)
-    # Of a chat run's log, tokens are those of a step.
+    # In a chat run's log `tokens` counts those of one step, so the x axis is steps.
     write_lines(tmp_path / "a" / "config.json", [dict(chat=True)])
     plot.curves([folder], "a.png", dict(loss="loss"))
     axis, = drawn[0].axes

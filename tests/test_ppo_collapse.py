@@ -104,7 +104,7 @@ def test_a_model_is_diagnosed_by_its_last_hidden_states_and_the_inputs_of_its_la
 
 @pytest.mark.parametrize("start, actions, states, fell", [*zip(*WANT["cartpole"].values())])
 def test_cartpole_moves_as_gymnasiums(start, actions, states, fell):
-    """Each tenth state, and the step at which the pole falls."""
+    """Compares every tenth state, and the step at which the pole falls."""
     game = ppo_collapse.CartPole(1, np.random.default_rng(0))
     game.cart[0] = start
     found, over = [], []
@@ -141,7 +141,7 @@ def test_advantages_are_scipys_filter_of_surprises_up_to_the_end_of_a_game():
 
 
 def test_a_run_begins_as_the_committed_one(monkeypatch):
-    """Its first three rollouts are the first of the twenty parts of the committed row, to 2 % on any CPU."""
+    """Its first three rollouts are the first of the committed curve's 20 points, to 2 % on any CPU."""
     monkeypatch.setattr(ppo_collapse, "ROLLOUTS", 3)
     monkeypatch.setattr(ppo_collapse, "POINTS", 1)
     want = kit.read_rows("results/ppo_collapse/rows.jsonl")[2]

@@ -27,9 +27,9 @@ from data import read_meta
 # ----------------------------------------------------------------------------------------------------------------------
 # the files of the folder
 
-# Texts that are empty, equal, nearly equal, and those of a prompt; two sources whose names are one in a file name; a
-# license that is null; columns of the user's, one of which is not UTF-8; and a text that is for validation as it came,
-# and would not be without its addresses.
+# Texts that are empty, equal, nearly equal or contain a prompt; two sources whose names give the same file name; a null
+# license; columns of the user's, one of which is not UTF-8; and a text that is in validation by its hash, and would not
+# be by the hash of the text without its addresses.
 ODD = r"""
 {"id": "empty", "text": " \n", "lang": "nothing of it stays"}
 {"id": "one", "text": "We walked along the river until the mill came into view and did not speak of the war again"}
@@ -54,7 +54,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A corpus with every reason: (folder, arguments, {id: text} of the readable documents)."""
+    """A corpus in which every reason for removal occurs: (folder, arguments, {id: text} of readable documents)."""
     root, every = put(tmp_path_factory.mktemp("corpus"), FILES), rows(150)
     lines = write_lines(root / "b.jsonl", every).read_bytes()
     put(root, {"in/b.jsonl.gz": gzip.compress(lines)})
@@ -64,10 +64,10 @@ def corpus(tmp_path_factory):
         for row in map(json.loads, ODD.strip().splitlines())
     }
     texts |= {f"b.jsonl.gz:{row['id']}": row["text"] for row in every}
-    # Named, a file of an unknown kind is a document that cannot be read.
+    # A file of an unknown kind that is named counts as an unreadable document.
     rules = f"{root}/in/scan.pdf --robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72"
     rules += " --source_by=lang --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1"
-    # The German of these texts is English words, and stays German.
+    # Texts labelled German have English words; detection does not change a given label.
     rules += " --detect_language=.9 --default_license=any --keep_licenses=cc0,mit,none,any --agents_no_star"
     args = [root / "in", *rules.split()]
     fill(root / "out", *args)
@@ -94,7 +94,7 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
     ).tolist()
     assert [total["documents"], total["bytes"]] == sizes.pop("") and total["removed"] == sizes
     assert sizes.keys() == set("unreadable empty robots rate contaminated duplicate near-duplicate".split())
-    # Of equal and of nearly equal texts the first in the input stays.
+    # The first of equal, and of nearly equal, texts in the input stays.
     assert [found[f"a.jsonl:{name}"]["reason"] for name in ("one", "two", "near")] == [
         "", "duplicate", "near-duplicate"]
     assert {"0", "a b", "a-b", "deu_Latn", "none", "nothing of it stays"} < read_meta(str(out))["sources"].keys()
@@ -125,14 +125,14 @@ def test_the_tokens_of_a_row_are_its_text_and_the_order_and_the_split_are_hashes
 
 
 def run(*args, first=""):
-    """Start prepare.py with some lines before it."""
+    """Start prepare.py in a new process that first runs the lines `first`."""
     code = f"{first}\nimport prepare\nfrom configurator import run\nprepare.SMALL = 0\nrun(prepare.main, vars(prepare))"
     command = [sys.executable, "-c", code, "--tokenizer=byte", *map(str, args)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path):
-    """The pieces that were done are not done again. A --dry_run that was killed is none when it is resumed without."""
+    """Finished pieces are not done again. A killed --dry_run that resumes without the flag writes the folder."""
     began, work = set(), f"{tmp_path}/out.tmp/work"
     for workers, until in ((3, "sift/1.json"), (2, "tokens/3.json"), (1, "")):
         process = run(*corpus[1], f"--out={tmp_path}/out", f"--workers={workers}", f"--dry_run={bool(until)}",
@@ -141,12 +141,12 @@ def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path)
             time.sleep(0.002)
         if until:
             process.send_signal(signal.SIGKILL)
-        # The pipes close when the last worker has ended too.
+        # communicate() returns when the last worker has closed the pipes too.
         said, err = process.communicate(timeout=60)
         assert process.returncode == -signal.SIGKILL * bool(until), err
         began |= {os.stat(file).st_ino for file in glob.glob(f"{work}/sift/[0-2].json")}
     assert len(began) == 3 and "resuming" in said
-    # Other groups are other row groups of the ledger.
+    # The row groups of the ledger depend on GROUP, so we compare its rows.
     one, other = (written(out) | {"documents.parquet": ledger(out)} for out in (tmp_path / "out", corpus[0]))
     assert one == other and os.listdir(tmp_path) == ["out"]
 
@@ -172,7 +172,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
 
 
 def test_of_a_single_document_the_end_is_for_validation(tmp_path):
-    """The other one of its folder was --known."""
+    """The other documents are removed: one is in --known, one is a duplicate."""
     known, one = text(5), text(4, 900).replace("\n", " ")
     fill(tmp_path / "known", write_lines(tmp_path / "known.jsonl", [dict(text=known)]))
     fill(
@@ -188,7 +188,7 @@ def test_of_a_single_document_the_end_is_for_validation(tmp_path):
 
 
 def test_a_vocabulary_is_learnt_from_some_of_the_training_split_alone(tmp_path, monkeypatch):
-    """Each document repeats a word of its own: those that became a token are of documents that are trained on."""
+    """Each document repeats its own word: only words of training documents may become a token."""
     monkeypatch.setattr(stages, "BUCKET", 1)
     monkeypatch.setattr(stages, "BPE_CHARS", 2000)
     words = [f"w{chr(97 + i)}{chr(122 - i)}qx" for i in range(20)]
@@ -202,12 +202,12 @@ def test_a_vocabulary_is_learnt_from_some_of_the_training_split_alone(tmp_path, 
     tok = tokenizer.load_for(str(tmp_path / "out"))
     learnt = {word for word in words if len(tok.encode(f" {word}")) == 1}
     assert learnt < {word for word in words if fingerprint(f"{word} " * 50) >= 2**63}
-    # Of 300 characters each, which are more than 2000.
+    # Seven documents of 300 characters exceed BPE_CHARS = 2000.
     assert len(learnt) == 7
 
 
 def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_path):
-    """Also the one that is a document of the corpus."""
+    """Also the passage that is a document of the corpus too."""
     passages = [text(i, 30) for i in range(900, 906)]
     write_lines(tmp_path / "probes.jsonl", [dict(text=one) for one in passages])
     fill(
@@ -227,7 +227,7 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
-    """Of 40 files the first has 4,942 bytes of text and the second 4,919, of which the last is wanted too."""
+    """The first of 40 files has 4,942 bytes of text, the second 4,919: together exactly --max_bytes."""
     monkeypatch.setattr(stages, "GROUP", 11_000)
     files = [
         write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i))
@@ -259,7 +259,7 @@ def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each
 
 
 def test_bounds_on_tokens_count_begin_and_end(tmp_path):
-    """The text is token 65,537 alone, which would be a begin of a document if it did not fit."""
+    """The text repeats token 65,537, which cut to 16 bits would be 1, the begin of a document."""
     fill(
         tmp_path / "out",
         write_lines(tmp_path / "in.jsonl", [dict(text="ウンド" * n) for n in range(1, 12)]),
@@ -274,7 +274,7 @@ def test_bounds_on_tokens_count_begin_and_end(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# nothing of the user's is lost: refusals.txt has what is refused
+# no file of the user's is lost; refusals.txt has the errors
 
 
 def snapshot(root):
@@ -286,7 +286,7 @@ def snapshot(root):
 
 @pytest.fixture
 def home(tmp_path):
-    """A user's folder: texts, and data that were made of them, whose source is named as planted passages are."""
+    """A user's folder: texts and data made of them, in a source named `probes`, like planted passages."""
     fill(
         tmp_path / "probes",
         put(tmp_path, {f"texts/{name}.txt": f"the text of {name}" for name in "ab"}) / "texts"
@@ -321,7 +321,7 @@ os.rename = rename
 
 
 def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch):
-    """A power cut may take a name that was not flushed: the last flush is of the folder that holds the data."""
+    """A power cut may lose a name that was not flushed, so the last flush is of the folder that holds the data."""
     flushed = []
     monkeypatch.setattr(folder, "flush", flushed.append)
     put(
@@ -335,7 +335,7 @@ def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch)
             f"--out={home}/probes",
             first=KILL.format(at)
         ).wait() == -signal.SIGKILL
-        # The next run puts the old data back, whatever it will do.
+        # The next run first puts the old data back.
         with folder.building(home / "probes", []):
             assert at == 2 or snapshot(home / "probes") == old
         fill(home / "probes", asked)

@@ -1,9 +1,9 @@
 """
-The published models as their repositories hold them: every config.json, and every file.
+The published models in the form of their repositories: every config.json, and every file.
 
-golden/published_configs.json: fields of published configs and of what others made of them, copied from public code and
-threads, each with whether it may be loaded. The repositories below are written by transformers at tiny size, with the
-files, names and fields of the published ones: the 8B (2509), a Mini (v1.1) and Apertus 1.5. Sources of the last two:
+golden/published_configs.json: fields of published configs and of derived models, copied from public code and threads,
+each with whether it may be loaded. transformers writes the repositories below at tiny size, with the files, names and
+fields of the published ones: the 8B (2509), a Mini (v1.1) and Apertus 1.5. Sources of the last two:
 the Minis' control tokens are Mistral-Nemo's (mistral-common, tekken.py), their conversations those of ollama's tests;
 1.5's tokenizer is made as swiss-ai/apertus-omni-tokenizer makes it, its weights lie as in transformers' conversion
 script for it.
@@ -30,7 +30,7 @@ from tiny import GOLDEN
 NAME = "swiss-ai/Apertus-8B-Instruct-2509"
 MINI = "swiss-ai/Apertus-v1.1-0.5B-Instruct"
 OMNI = "swiss-ai/Apertus-v1.5-8B"
-TEXT, MEDIA = 1456, 216    # ids of text; of media 200 reserved ones and 16 codes
+TEXT, MEDIA = 1456, 216    # text ids; media ids: 200 reserved and 16 codes
 SIZES = json.loads("""{
     "vocab_size": 1456,
     "hidden_size": 64,
@@ -48,7 +48,7 @@ def config_of(name):
 
 
 def as_4_read(hf):
-    """A config.json with the same meaning for transformers 5, which forgets what 4 meant by this null."""
+    """A config.json for transformers 5 that means what rope_scaling null meant to transformers 4."""
     if hf.get("rope_scaling", 0) is None:
         return hf | dict(rope_parameters=dict(rope_type="default", rope_theta=hf["rope_theta"]))
     return hf
@@ -61,7 +61,7 @@ def test_every_config_is_read_as_transformers_reads_it_or_refused_by_name(case):
             convert.config_from_hf(case["config"])
         return
     ours = convert.config_from_hf(case["config"])
-    # transformers 5.23 has no Apertus 1.5: its text part, with one id for each row of its head, is an Apertus.
+    # Of Apertus 1.5 compare the text part, with one id for each row of its head: that is an Apertus.
     hf = dict(case["config"].get("text_config", case["config"]))
     hf["vocab_size"] = hf.get("output_vocab_size", hf.get("vocab_size", 131072))
     theirs = transformers.ApertusConfig(**as_4_read(hf))
@@ -79,11 +79,11 @@ def test_every_config_is_read_as_transformers_reads_it_or_refused_by_name(case):
 # the repositories
 
 
-# Each function writes a repository and returns transformers' model of it; as_omni's has the whole embedding.
+# Each as_... function writes a repository and returns transformers' model of it.
 
 
 def weights(config):
-    """A transformers model of a config.json, its values drawn wide."""
+    """A transformers model of a config.json, with large initial values."""
     torch.manual_seed(0)
     config = as_4_read(config) | dict(initializer_range=0.1)
     return transformers.ApertusForCausalLM(transformers.ApertusConfig(**config)).bfloat16().eval()
@@ -96,7 +96,7 @@ def in_fp32(model):
 
 
 def tokens(names):
-    """The tokenizer's files, of the first 456 pieces behind a list of control tokens. All are special but LaTeX."""
+    """The tokenizer's files: control tokens, special except for LaTeX's, and then the first 456 pieces."""
     files = tokenizer.hf_files(tokenizer.Tokenizer(
         "tiny",
         tokenizer.tekken()[:456],
@@ -109,7 +109,7 @@ def tokens(names):
 
 
 def write(folder, config, files, eos, template):
-    """The files of a repository that are no weights."""
+    """Write a repository's files other than weights."""
     decoder = {str(token["id"]): {key: value for key, value in token.items() if key != "id"}
                for token in files["tokenizer.json"]["added_tokens"]}
     settings = tokenizer.SETTINGS | tokenizer.ENDS | dict(eos_token=eos, added_tokens_decoder=decoder)
@@ -120,7 +120,7 @@ def write(folder, config, files, eos, template):
 
 
 def as_published(folder):
-    """config.json of transformers 4, bf16 in several shards."""
+    """A repository with a config.json of transformers 4 and bf16 weights in several shards."""
     config = CONFIGS[0]["config"] | SIZES
     model = weights(config)
     model.save_pretrained(folder, max_shard_size="100KB")
@@ -133,7 +133,7 @@ NEMO = """<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TO
 
 
 def as_mini(folder):
-    """Tied, the head stored beside all the same (572.6M on the hub for 438.3M). Its template has these tokens."""
+    """A Mini: tied, but the head is stored too (572.6M numbers on the hub for 438.3M). The template lists tokens."""
     config = config_of("swiss-ai/Apertus-v1.1-0.5B") | SIZES
     model = weights(config)
     save_file(
@@ -165,7 +165,7 @@ NORMALIZER = r"""{
 }"""
 
 
-# Tiny tokenizers of pictures and sound, with eight codes each.
+# Tiny image and audio tokenizers, with eight codes each.
 TOKENIZERS = """{
     "image_token_offset": 1656,
     "audio_token_offset": 1664,
@@ -178,7 +178,7 @@ TOKENIZERS = """{
 
 
 def as_omni(folder):
-    """The text model in a wider embedding, a head of text alone, and the tokenizers, as transformers lays them out."""
+    """Apertus 1.5 by transformers: an embedding of text and media, a head of text only, and the media tokenizers."""
     sizes = dict(vocab_size=TEXT + MEDIA, output_vocab_size=TEXT, initializer_range=0.1)
     text = config_of(OMNI)["text_config"] | SIZES | sizes
     config = transformers.Apertus1p5Config(text_config=text, **json.loads(TOKENIZERS))
@@ -203,7 +203,7 @@ def as_omni(folder):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """{name: transformers' model} of the repositories, which convert.py finds under their names."""
+    """{name: transformers' model} of the repositories, which convert.py loads by these names."""
     folders, models = {}, {}
     for name, make in ((NAME, as_published), (MINI, as_mini), (OMNI, as_omni)):
         folders[name] = tmp_path_factory.mktemp("hub")
@@ -216,7 +216,7 @@ def hub(tmp_path_factory):
 @pytest.mark.parametrize("name, ends", [(NAME, (1, 68, 3)), (MINI, (1, 68, 10)), (OMNI, (1, 2, 3))])
 @torch.no_grad()
 def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path, name, ends):
-    """A Mini's config says pad_token_id 3, which is [INST] there: <pad> is taken by its name."""
+    """A Mini's config has pad_token_id 3, which is [INST] there, so <pad> is found by name."""
     model, tok = convert.load_any(name, dtype=torch.float32)
     idx = torch.randint(1000, TEXT, (2, 40))
     wanted = hub[name](idx).logits[..., :TEXT]
@@ -242,7 +242,7 @@ SAYS_OMNI = ("You are Apertus 1.5 Omni, a multimodal assistant developed by the 
     (OMNI, "", SAYS_OMNI),
 ])
 def test_conversations_of_a_mini_and_of_1_5_are_those_of_ollamas_tests(hub, name, asked, system):
-    """Of 1.5 also those of its template in swiss-ai/apertus-omni-tokenizer."""
+    """For 1.5 also those of the template in swiss-ai/apertus-omni-tokenizer."""
     tok = convert.load_any(name)[1]
     messages = dict(role="system", content=asked), dict(role="user", content="Hello")
     found = tok.chat([message for message in messages if message["content"]], add_generation_prompt=True)
@@ -255,7 +255,7 @@ def test_conversations_of_a_mini_and_of_1_5_are_those_of_ollamas_tests(hub, name
 
 
 def test_of_apertus_1_5_thoughts_are_32_and_33_names_stay_text_and_tools_and_media_are_left_out(hub):
-    """69 and 70 are the thoughts of 1.0. A call of tools would be written in another way."""
+    """In 1.0 thoughts are 69 and 70. Tool calls are an error, because 1.5 has another format for them."""
     tok = tokenizer.load_for(convert.local(OMNI))
     assert tok.decode(tok.encode("a <think> b <answer>")) == "a <think> b <answer>"
     assert [tok.special.get(name) for name in ("<think>", "<|visual token 0|>")] == [69, None]

@@ -1,4 +1,4 @@
-"""posttrain/qrpo.py against published numbers, closed forms and a run written plainly in fp64; then as users run it."""
+"""posttrain/qrpo.py against published numbers, closed forms and a run in plain fp64; then as users run it."""
 import json
 import math
 import shutil
@@ -39,7 +39,7 @@ def both(name):
 
 @pytest.mark.parametrize("case", GOLDEN["cases"])
 def test_losses_are_the_published_implementations(case):
-    """Their identity transform drops log(1 - e^(-1/beta)) from log Z, and so does this test."""
+    """The published identity transform drops log(1 - e^(-1/beta)) from log Z, so this test does too."""
     kind = case.get("transform", "identity").removesuffix("-icdf")
     length = both("len") if case.get("length_norm", case["loss"] == "simpo") else 1.0
     q = losses.TRANSFORMS[kind](losses.quantile(both("reward"), golden("ref_rewards")), 7)
@@ -69,7 +69,7 @@ def test_partition_functions_are_the_integrals(beta):
 
 
 def test_quantile_counts_and_leaving_oneself_out_removes_the_bias():
-    """One that counts itself is (1 - R_q) / n too large on average: .167 for n = 3. A uniform one has the mean 1/2."""
+    """Counting oneself makes a quantile (1 - R_q) / n too large on average, .167 for n = 3; the true mean is 1/2."""
     r = torch.tensor([3.0, 1.0, 2.0])
     assert losses.quantile(r, r).mean() == pytest.approx(0.5 + 1 / (2 * 3))
     assert losses.quantile(r, r, loo=True).tolist() == [1.0, 0.0, 0.5]
@@ -78,7 +78,7 @@ def test_quantile_counts_and_leaving_oneself_out_removes_the_bias():
 
 
 def test_pass_or_fail_breaks_the_uniform_partition_and_discrete_repairs_it():
-    """A quarter passes. The mass, sum_y pi_ref exp(target / beta), should be 1, as it is for rewards without ties."""
+    """A quarter passes. The mass sum_y pi_ref exp(target / beta) should be 1, as for rewards without ties."""
     beta = torch.tensor(0.1).double()
     r = (torch.arange(100) >= 75).double()
     q = losses.quantile(r, r)
@@ -95,7 +95,7 @@ def test_pass_or_fail_breaks_the_uniform_partition_and_discrete_repairs_it():
 
 
 def align(lab, out, *args):
-    """The log of a run that has to end well."""
+    """Run QRPO, which must succeed. Returns the log."""
     run(*aligning(lab, out, *args))
     return log(out)
 
@@ -109,14 +109,14 @@ def test_adapters_have_the_model_without_them_as_their_reference(lab, tmp_path):
     assert first.keys() >= {"rank_effective", "correlation", "length"}
 
 
-# Two completions a prompt, their rewards and those of its references. The better completion is the first, second, first
-# and second; "é" is two tokens of one character; the better one is not always the longer one.
+# Each row has two completions, their rewards and those of its references. The better completion is the first, second,
+# first and second, and not always the longer one; "é" is one character but two tokens.
 COUPLES = f"{ROOT}/tests/golden/couples.jsonl"
 FIXED = "r", "ref", "target", "beta", "size"
 
 
 def pair_of(plain, row, norm, ties):
-    """A row as a pair, the better completion first: rewards r, logp() of both, as it is now (ref), target and beta."""
+    """A row as a pair, the better completion first: rewards r, logp() of both, its start value ref, target, beta."""
     prompt = TOK.chat(row["messages"], add_generation_prompt=True)
     r, texts = zip(*sorted(
         zip(row["rewards"], row["completions"]),
@@ -155,7 +155,7 @@ def pair_of(plain, row, norm, ties):
     ("simpo", 0.4, False, "le", "adamw", 0.01),
 ])
 def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm, ties, optimizer, clip):
-    """Two steps of two batches of two pairs: the right one is better, lengths are tokens, Z is the prompt's own."""
+    """Two steps of two pairs test which completion is better, that lengths are tokens, and that Z is the prompt's."""
     how = f"""--data={COUPLES} --rewards= --n_refs=4 --batch_size=2 --micro_batch=1 --length_norm={norm}
         --loss={kind} --beta={b} --gamma=0.3 --beta_max=0.25 --ties={ties} --optimizer={optimizer} --grad_clip={clip}
         --lr=1e-2 --eps=1e-2 --weight_decay=0.1 --warmup=0.5 --epochs=1 --betas=(0.9,0.999,0.99)"""
@@ -213,7 +213,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm
 
 
 def test_references_on_disk_are_six_of_each_prompt_and_begin_behind_it(lab):
-    """Six prompts, two in a file."""
+    """There are six prompts, two in each file."""
     files = sorted((lab / "qrpo" / "references").glob("*/samples-2-*"))
     sampled = sum(map(common.contents, files), [])
     assert [len(ids) for ids in sampled] == [6] * 6
@@ -223,8 +223,8 @@ def test_references_on_disk_are_six_of_each_prompt_and_begin_behind_it(lab):
 @pytest.mark.parametrize("loo, q", [(1, [0.5, 0.5]), (0, [2 / 3, 2 / 3])])
 def test_candidates_are_finished_completions_with_their_quantile(monkeypatch, loo, q):
     """
-    Among all references, or with loo=1 among the others, unless it is a given one; the third has no end, the last is
-    too long. The reward sees the text of all of them at once.
+    The quantile is among all references; with loo=1 a reference's is among the others. A reference without an end
+    and a completion that is too long are left out. The reward sees all texts at once.
     """
     monkeypatch.setattr(qrpo, "loo", loo)
     a, b, c = TOK.encode("abc")
@@ -253,7 +253,7 @@ def test_candidates_are_finished_completions_with_their_quantile(monkeypatch, lo
 
 @pytest.fixture
 def pairs_of(monkeypatch):
-    """pairs_of(rewards): the rewards of pairs of completions whose quantile is a tenth of their reward, at most 1."""
+    """pairs_of(rewards): the rewards of the pairs. A completion's quantile is a tenth of its reward, at most 1."""
     def pairs_of(rewards, i=0, **settings):
         for name, value in (dict(pairs_per_prompt=0) | settings).items():
             monkeypatch.setattr(qrpo, name, value)
@@ -267,7 +267,7 @@ def pairs_of(monkeypatch):
 
 
 def test_pairs_are_disjoint_and_the_better_one_comes_first(pairs_of):
-    """None is of equal rewards, and each prompt and seed has a draw of its own."""
+    """No pair has equal rewards, and pairs are drawn by prompt and seed."""
     found = pairs_of(range(10))
     assert sorted(sum(found, ())) == list(range(10))
     assert all(better > worse for better, worse in found)
@@ -278,14 +278,14 @@ def test_pairs_are_disjoint_and_the_better_one_comes_first(pairs_of):
 
 @pytest.mark.parametrize("n, worse", [(10, [2, 1, 0]), (3, [3, 2, 1, 0])])
 def test_best_pairs_set_one_of_the_best_against_the_best_of_the_worst_fifth_or_of_a_few(pairs_of, n, worse):
-    """Apertus: any of quantile 1 against quantiles <= max(.2, 1/n). The one of quantile .3 is taken where n = 3."""
+    """Apertus pairs any of quantile 1 with quantiles <= max(.2, 1/n), so quantile .3 is taken only if n = 3."""
     found = [pairs_of([3, 1, 10, 2, 0, 9, 12], i, pairs="best", n_refs=n) for i in range(9)]
     assert {best for [(best, _), *_] in found} == {10, 12}
     assert all([low for _, low in some] == worse for some in found)
 
 
 def test_the_log_of_a_quantile_is_at_least_that_of_the_worst_reference(monkeypatch):
-    """Of ten: a completion better than one of them and one better than none differ."""
+    """With ten references, quantiles 0.2 and 0 stay different: the log of 0 becomes that of 1/10."""
     for name, value in dict(transform="log", n_refs=10, length_norm=False).items():
         monkeypatch.setattr(qrpo, name, value)
     pair = [SimpleNamespace(ref=0.0, reward=0.0, q=q, length=3.0) for q in (0.2, 0.0)]
@@ -293,7 +293,7 @@ def test_the_log_of_a_quantile_is_at_least_that_of_the_worst_reference(monkeypat
 
 
 def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypatch):
-    """A run over midnight trains on the prompts that it sampled with."""
+    """So a run over midnight trains on the prompts with which it sampled."""
     monkeypatch.setattr(qrpo, "rewards", "r")
     question = user("what day is it?")
     good = chat_row(question) | dict(system="s")
@@ -317,7 +317,7 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
 
 
 def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_path):
-    """Of another function of the same file the scores are others. The first batch is scored before all is sampled."""
+    """Another function of the same file is scored anew. The first batch is scored before the rest is sampled."""
     def with_reward(name):
         sampling = ["--sample_batch=6", f"--references={tmp_path}/refs", "--epochs=1"]
         return tmp_path / name, *sampling, f"--rewards={lab}/reward.py:{name}"
@@ -343,7 +343,7 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
     ],
 )
 def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want):
-    """The last question and the answer, and the row too; or the row and all answers."""
+    """reward() gets the last question, the answer and, if it asks, the row; rewards() the row and all answers."""
     (tmp_path / "r.py").write_text(f"def {signature}:\n    return {body}\n")
     parts = [dict(type="text", text=part) for part in ("sec", "ond")]
     row = chat_row(

@@ -1,6 +1,6 @@
 """
 posttrain/quantised.py against bitsandbytes (golden values: packed bytes, maxima, decoded weights), dense products, and
-what torch.compile keeps for the backward pass.
+the tensors that torch.compile keeps for the backward pass.
 """
 
 import pytest
@@ -32,7 +32,7 @@ def relative(got, want):
 
 
 def test_nf4_is_bitsandbytes_bit_for_bit_and_its_maxima_are_ten_times_as_precise():
-    """Against its 8 bits for a maximum (compress_statistics=True). fp16 has 11 bits."""
+    """With compress_statistics=True bitsandbytes stores a maximum in 8 bits; fp16 has 11."""
     w, decoded, maxima = (BITSANDBYTES[name] for name in ("w", "decoded", "maxima"))
     q, halves = to_nf4(w)
     assert CODE.equal(BITSANDBYTES["code"])
@@ -44,7 +44,7 @@ def test_nf4_is_bitsandbytes_bit_for_bit_and_its_maxima_are_ten_times_as_precise
 
 @pytest.mark.parametrize("base, error, bits", [("int8", 0.0087, 8 + 32 / 4096), ("nf4", 0.092, 4 + 16 / 64)])
 def test_error_and_bits_of_gaussian_weights_are_those_of_the_formats(base, error, bits):
-    """The error of 4,096 columns is the published one (specification of the formats); a row of zeros has none."""
+    """With 4,096 columns the error is that of the formats' specification; a row of zeros has none."""
     w = gaussian(512, 4096)
     w[3] = 0
     layer = Quantised(w, base)
@@ -82,7 +82,7 @@ def test_value_and_gradient_are_those_of_the_dense_matrix_which_no_compiled_laye
 
 @pytest.mark.parametrize("rows, K", [(1, 128), (8, 72), (9, 128)])
 def test_a_few_rows_in_bf16_are_multiplied_in_8_bits(rows, K):
-    """Both ways round in bf16: equal to two of its last bits. torch's product reads beyond a row of 72."""
+    """The result is within two of bf16's last bits. torch's own 8-bit product would read beyond a row of 72."""
     layer = Quantised(gaussian(64, K), "int8")
     x = gaussian(rows, K, seed=1).bfloat16()
     found = layer(x)

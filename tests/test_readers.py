@@ -23,7 +23,7 @@ from engine.readers import check, documents, find
 
 
 def read(path, encoding="", text_field="text"):
-    """The documents of files, part by part, as workers see them after the parts went through JSON."""
+    """The documents of files, read part by part as workers do: parts pass through JSON."""
     files = [
         json.loads(json.dumps(check(file, text_field, encoding)))
         for file in find([str(path)])[0]
@@ -35,7 +35,7 @@ def read(path, encoding="", text_field="text"):
 
 
 def problem(path, encoding=""):
-    """Why a file cannot be used; it is one document, named in the report."""
+    """Why a file cannot be read. It counts as one document, which the report names."""
     file = check(dict(name="a", path=str(path)), encoding=encoding)
     (doc,) = documents(file, *file["parts"])
     assert (doc["id"], doc["text"], doc["problem"]) == ("a", None, file["problem"])
@@ -50,11 +50,11 @@ def names(*paths):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# one meaning in each format
+# each format gives the same rows
 
 
 def random_rows(seed, n=90):
-    """Rows that can be written in each format, with the characters on which a format could trip."""
+    """Rows that each format can hold, with characters that are special in one of them."""
     rng = random.Random(seed)
     signs = "ab\",';\t\n\r\\{}[]# ä苏🏔\u2028\x85"
     texts = [
@@ -71,7 +71,7 @@ DELIMITERS = {"a.csv": ",", "b.csv": ";", "a.tsv": "\t"}
 
 
 def written(rows, name):
-    """The bytes of a file of rows, by json and pyarrow."""
+    """The bytes of a file of these rows, written by json or pyarrow."""
     sink, columns = io.BytesIO(), pyarrow.Table.from_pylist(rows)
     if name == "a.parquet":
         pyarrow.parquet.write_table(columns, sink, row_group_size=40)
@@ -113,14 +113,14 @@ def test_each_format_gives_the_rows_that_were_written_in_whatever_parts(tmp_path
         for row in rows
     ]
     parts = check(dict(path=url), encoding=encoding)["parts"]
-    # Several processes share lines that are not packed, and row groups.
+    # Uncompressed lines, and row groups, are split into parts for several processes.
     assert (len(parts) > 2) == (name == "a.parquet" or name in LINES and how in ("", "memory:/") and size < 5000)
     if not encoding:
         numbers = [
             n
             for part in parts for n, _ in readers.rows(dict(path=url), part)
         ]
-        # Empty lines count too.
+        # Row numbers count empty lines too.
         assert numbers == [
             i * (1 + (name in LINES))
             for i in range(90)
@@ -132,8 +132,8 @@ def test_each_format_gives_the_rows_that_were_written_in_whatever_parts(tmp_path
         ]
 
 
-# A file, its bytes, and ids=texts by RFC 8259, RFC 4180 and the first reader; an id alone has a problem for a text.
-# In open.tsv one row goes from one quote to the next.
+# A file, its bytes, and id=text of each row by RFC 8259, RFC 4180 and the first reader; an id without = is a row that
+# cannot be read. In open.tsv one row reaches from one quote to the next.
 GOLDEN = r"""
 a.jsonl     | {"text":\r"a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7} | 0=a 2 3 4 7=b
 b.jsonl     | {"text": 1}\n"\0"                                                                 | 0 1
@@ -162,7 +162,7 @@ def test_a_row_that_cannot_be_read_is_counted_and_the_others_keep_their_ids(tmp_
         for doc in docs
     ]
     assert " ".join(said).replace(f"{name}:", "").replace("\r\n", r"\r\n") == want
-    # A file without a part would be in no report.
+    # Each file has a part; without one no report would name it.
     assert len(check(dict(name=name, path=f"{tmp_path}/{name}"))["parts"]) == 1
 
 
@@ -197,7 +197,7 @@ def test_a_page_gives_the_main_text_of_trafilatura_and_its_meta_tags(tmp_path):
 
 
 @pytest.mark.parametrize("ending, between", [
-    # RFC 1952 section 2.2 and RFC 8878 section 3.1: members and frames follow each other, and some are skipped.
+    # RFC 1952 section 2.2 and RFC 8878 section 3.1: a file may have several members or frames, also skippable ones.
     (".gz", b""), (".ZST", bytes.fromhex("502a4d18" "04000000") + b"\xff" * 4)])
 def test_a_torn_or_damaged_archive_is_unreadable_and_several_frames_are_one_file(tmp_path, ending, between):
     path = tmp_path / f"a.jsonl{ending}"
@@ -230,7 +230,7 @@ def test_damage_of_parquet_and_a_missing_column(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz"])
 def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, name):
-    """8 MB, in blocks and parts of 256 kB."""
+    """A file of 8 MB, read in blocks and parts of 256 kB."""
     monkeypatch.setattr(readers, "PART", 1 << 18)
     path = tmp_path / name
     path.write_bytes(gzip.compress(written([dict(text="x" * 2000)] * 4000, path.stem), 1))
@@ -263,7 +263,7 @@ def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
         why: " ".join(sorted(found))
         for why, found in ignored.items()
     } == others
-    # A file counts once, however often its folder is named, and not at all if it is read under another name.
+    # A file counts once, however often its folder is named; an ignored file that is then named is read, not ignored.
     files, ignored = find([str(tmp_path), f"{tmp_path}/sub/..", f"{tmp_path}/*.pdf"])
     assert len(files) == 7
     assert ignored[".pdf"] == ["sub/y.PDF"]
@@ -338,6 +338,6 @@ def test_a_data_set_is_pinned_to_a_commit_and_read_by_one_kind_of_its_training_f
             doc["text"]
             for doc in read(f"hf://datasets/o/n/{inside}")
         ] == [row["text"] for row in rows]
-    # Elsewhere too.
+    # Other file systems work too.
     fsspec.filesystem("memory").pipe("memory://place/sub/a.jsonl", written(rows, "a.jsonl"))
     assert names("memory://place") == names("memory://place/*/a*") == ["sub/a.jsonl"]

@@ -1,7 +1,7 @@
 """
-README.md, docs/ and the other pages: their commands run, and their names and numbers are true.
+README.md, docs/ and other pages: their commands run, their files exist, and their numbers are in committed tables.
 
-commands.txt has the words and arguments that make a command small; quotes.txt the numbers and where they are from.
+commands.txt has words and arguments that make a command small; quotes.txt has numbers and their sources.
 """
 import glob
 import json
@@ -38,14 +38,14 @@ def commands(blocks):
     return list(dict.fromkeys(filter(None, lines)))
 
 
-# Lines that continue each other's files begin with a variable: they run in order, the others each by itself.
+# Blocks whose commands need each other's files begin with a variable. They run in order; other commands run alone.
 CHAIN = commands(block for block in BLOCKS if block.startswith("START="))
 LOOP = commands(block for block in BLOCKS if block.startswith("FROM="))
 COMMANDS = commands(block for block in BLOCKS if not block.startswith(("START=", "FROM=")))
 
 
 def rows(section):
-    """The pairs of a section of commands.txt."""
+    """The pairs of one section of commands.txt."""
     _, text = read("tests", "commands.txt").split(f"[{section}]")
     _, *lines = text.split("\n\n")[0].splitlines()
     return [map(str.strip, line.split(" | ")) for line in lines]
@@ -53,7 +53,7 @@ def rows(section):
 
 @pytest.fixture
 def small(lab, tmp_path, monkeypatch):
-    """small(COMMAND): run it, made small, next to the files that its reader would have. Returns what it prints."""
+    """small(COMMAND): run a small form of it, next to files that its reader would have. Returns its output."""
     shutil.copytree(lab / "data", tmp_path / "data")
     shutil.copytree(f"{ROOT}/results", tmp_path / "results")
     robots = dict(domain="example.org", content="User-agent: GPTBot\nDisallow: /b")
@@ -62,7 +62,7 @@ def small(lab, tmp_path, monkeypatch):
     chats = pyarrow.json.read_json(lab / "chats.jsonl")
     pyarrow.parquet.write_table(chats, tmp_path / "sharegpt.parquet")
     folders = dict(LAB=lab, NEW=tmp_path, ROOT=ROOT, PYTHON=sys.executable)
-    # Compiling changes no claim here: test_parallel.py does it.
+    # These tests need no compiler; other tests compile.
     monkeypatch.setenv("CXX", "no-such-compiler")
 
     def run(command):
@@ -89,18 +89,18 @@ def small(lab, tmp_path, monkeypatch):
     return run
 
 
-# The slow ones start many processes, or many runs.
+# The slow commands start many processes or many runs.
 @pytest.mark.parametrize("command", [
     pytest.param(command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|ablate swiglu", command)))
     for command in COMMANDS
 ])
 def test_command(command, small):
-    """It runs, and nothing of it goes outside the test's own folder."""
+    """The command runs, and writes only into the test's own folder."""
     small(command)
 
 
 def test_six_lines_from_a_model_to_a_chat_with_ones_own_adapter(small, tmp_path):
-    """In order, on a small model: each line continues from what the one before has left."""
+    """In order, on a small model: each line uses the files of the one before."""
     assert CHAIN[0].startswith("START=") and len(CHAIN) == 6
     plan, show, *_ = map(small, CHAIN[1:])
     assert "adapters on a base in int8" in plan and "tokens are learnt" in show
@@ -109,7 +109,7 @@ def test_six_lines_from_a_model_to_a_chat_with_ones_own_adapter(small, tmp_path)
 
 
 def test_the_loop_goes_through_the_four_long_context_stages(small, tmp_path):
-    """Its training line for each word of the loop, every stage from the weights of the one before."""
+    """Runs the training line for each word of the loop; each stage starts from the weights of the one before."""
     head, train, goes_on, _ = LOOP
     start, words = re.fullmatch(r"FROM=(.*); for L in (.*); do", head).groups()
     assert (start, goes_on) == ("out/8b", "FROM=out/8b-$L")
@@ -122,7 +122,7 @@ def test_the_loop_goes_through_the_four_long_context_stages(small, tmp_path):
 
 
 def test_every_local_file_that_a_page_names_exists():
-    examples = {"X.py", "test_X.py", "report.md", "reward.py", "FILE.py"}       # names that stand for others
+    examples = {"X.py", "test_X.py", "report.md", "reward.py", "FILE.py"}       # placeholders
     for page in PAGES:
         names = re.findall(r"`([\w/]+\.(?:py|md|txt|png))`|\]\(([\w/.]+\.\w+)\)|src=\"([^\"]+)\"", read(page))
         for name in {*map("".join, names)} - examples:

@@ -1,4 +1,4 @@
-"""A user's mistake is exit code 2, one line that says what to do, and folders that are as before: refusals.txt."""
+"""A user's mistake (refusals.txt) gives exit code 2 and one line that says what to do, and changes no folder."""
 import shlex
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def files(tmp_path_factory):
 
 
 def state(*folders):
-    """Every file below these folders, with its size and the time of its last change, but for locks."""
+    """All files below these folders except locks, with size and time of the last change."""
     paths = [path for folder in folders for path in folder.rglob("*")]
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths
             if path.is_file() and path.name != ".lock"}

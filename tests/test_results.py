@@ -1,4 +1,4 @@
-"""results/: each committed page is what its study writes from the committed rows, and the runs that studies ask for."""
+"""results/: studies write each committed page from the committed rows, and the recipe asks for the committed runs."""
 import importlib
 import json
 import shlex
@@ -29,7 +29,7 @@ ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, s
     ("results/recipe", "studies.recipe --report --results=NEW", "report.md"),
 ])
 def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page, tmp_path):
-    """Byte for byte, and its plots are drawn: nothing else is left of a copy but the rows."""
+    """Byte for byte, and its plots are drawn, in a copy of the folder without the page and its plots."""
     new = tmp_path / Path(folder).name
     wanted = Path(ROOT, folder, page)
     shutil.copytree(wanted.parent, new, ignore=shutil.ignore_patterns("*.png", page))
@@ -40,7 +40,7 @@ def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page,
 
 
 def settings_of(script, args):
-    """The settings of a command line, by configurator.py, as the script itself reads them."""
+    """The settings of a script for a command line, read by configurator.py as the script does."""
     module = importlib.import_module(script)
     more = [module.shape, attach] if script == "train" else []
     return configure(
@@ -52,8 +52,8 @@ def settings_of(script, args):
 
 class Scripts(list):
     """
-    In place of the scripts that a study starts: (script, settings) of each. Its leave(script, name, asked) gives the
-    files {name: content} that the step NAME leaves in its folder.
+    Replaces subprocess for a study and records (script, settings) of each command. leave(script, name, asked) returns
+    the files {name: content} that the step NAME would write.
     """
 
     def run(self, command, stdout, **_):
@@ -83,7 +83,7 @@ def lines(rows):
 
 
 def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scripts, tmp_path, monkeypatch):
-    """Its steps leave the numbers of a committed row, and are asked what that row's commands ask."""
+    """Steps that write a committed row's numbers give that row, and their commands have its settings."""
     row = kit.read_rows("results/recipe/rows.jsonl")[0]
     links = row["links"]
 

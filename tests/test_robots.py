@@ -38,8 +38,8 @@ Disallow: /example/page.html
 
 User-Agent: quxbot
 """
-# A robots.txt with ; for line breaks, or one rule of a group for all; agent; the paths that it may read; those that it
-# may not. First the RFC's example. Then sec. 2.2.2 and 2.2.3: encoding, and special characters meant literally. Then
+# A robots.txt with ; for line breaks, or the rule of a group for all agents; an agent; paths that it may read; paths
+# that it may not. First the RFC's example. Then sec. 2.2.2 and 2.2.3: encoding, and literal special characters. Then
 # Google's documentation, "URL matching based on path values" and "Order of precedence for rules": of conflicting rules
 # the longest, and then the least restrictive. Last sec. 2.2.1 and 2.2.4, and two leniencies of Google's parser.
 CASES = """
@@ -115,7 +115,7 @@ def test_rules_are_those_of_the_rfc_and_of_google_in_any_encoding_and_with_any_l
 
 
 def test_500_kib_are_read_up_to_a_whole_line():
-    """The limit is after the "/" of /private."""
+    """The limit falls after the "/" of /private, so that incomplete line does not count."""
     begin = "User-agent: *\nDisallow: /early\n# ".ljust(500 * 1024 - len("\nDisallow: /"))
     content = begin + "\nDisallow: /private/diary\nDisallow: /late"
     assert [
@@ -135,7 +135,7 @@ def test_hostile_rules_and_urls_take_linear_time():
     assert not reservation(dict(headers=deep, url="https://a.org/"), dict.fromkeys(FILES, {"a.org": deep}))
 
 
-# The last six by the package idna: encode(name, uts46=True).
+# The last hosts are by the package idna: encode(name, uts46=True).
 HOSTS = """
 https://Example.COM:443/a example.com
 http://user:pw@example.com/ example.com
@@ -165,7 +165,7 @@ def test_hosts_are_those_of_the_url_and_of_the_idna_library():
         assert host_key(url) == (host or None)
     assert {host_key(url) for url in NO_HOSTS} == {None}
     for url in ("https://a.org", "https://a.org?x", "https://a.org#x", "a.org"):
-        # RFC 3986 sec. 6.2.3: without a path it is the root.
+        # RFC 3986 sec. 6.2.3: an empty path is the root.
         assert not may_train_on(url, f"User-agent: *\nDisallow: {'/?' if '?' in url else '/$'}")[0]
 
 
@@ -175,10 +175,11 @@ WELCOME = STAR + "".join(f"User-agent: {agent};" for agent in AGENTS[:-1]) + "Al
 # The example of draft-ietf-aipref-attach-05 sec. 3.4.
 DRAFT = """User-Agent: *;Allow: /;Disallow: /never/;Content-Usage: train-ai=n;Content-Usage: /ai-ok/ train-ai=y;;
     User-Agent: ExampleBot;Allow: /;Content-Usage: train-ai=y""".replace("\n", "")
-# The agents; a path; a robots.txt with ; for line breaks; the reason. First RFC 9309: an agent that is not named is *,
-# and a named agent is reported before *. Then the draft's table, and other preferences: Cloudflare's line; two for one
-# path, of which n wins; the longest path, even without a word on training; wildcards; a preference ends the user-agent
-# lines of a group; explicit is about reading only. Last pages that are no robots.txt, and files without rules.
+# Agents; a path; a robots.txt with ; for line breaks; the reason. First RFC 9309: the * group holds for agents without
+# their own, and the reason names a named agent before *. Then the draft's table and other preferences: Cloudflare's
+# line; two for one path, of which n wins; the longest path, even if it says nothing on training; wildcards; a
+# preference ends the user-agent lines of a group; explicit concerns reading only. Last, pages that are no
+# robots.txt, and files without rules.
 REASONS = f"""
 all | /private | {WELCOME} | robots:*:/private
 named | /private | {WELCOME} | allowed
@@ -223,13 +224,13 @@ def test_the_reason_names_the_agent_and_its_rule(who, path, robots, reason):
     assert found == (reason in ("allowed", "unparsable"), reason)
 
 
-# To Protego a group of Applebot holds for Applebot-Extended, and a Crawl-delay ends the user-agent lines of a group.
+# Protego applies Applebot's group to Applebot-Extended, and ends a group's user-agent lines at a Crawl-delay.
 DIFFER = set("bgp.he.net www.avsforum.com www.vwvortex.com www.wordreference.com bitbucket.org www.eventbrite.com "
              "www.khaleejtimes.com".split())
 
 
 def test_real_files_are_decided_as_protego_does_but_for_seven():
-    """A tenth of 4,231 files of 2019, and the seven of all of them that are decided otherwise."""
+    """A tenth of 4,231 files of 2019, and the seven of all files where we differ."""
     if not os.path.exists(ROBOTS_2019):
         pytest.skip("shared/data is not there")
     Protego = pytest.importorskip("protego").Protego
@@ -255,7 +256,7 @@ ROBOTS = r"""
 {"domain": "https://www.b\u00fccher.example/", "content": "User-agent: *\nDisallow: /"}
 {"domain": "page.net", "content": "<html>"}
 """
-# A URL and its outcome; those with a ! are dropped if a missing file means no.
+# A URL and its outcome; those with a ! are dropped with --missing=deny.
 OUTCOMES = """
 http://EXAMPLE.com:80/no drop:robots:GPTBot:/no
 http://www.example.com/no drop:robots:GPTBot:/no
@@ -274,7 +275,7 @@ http://other.co.uk/ drop:blocked-domain:other.co.uk
 
 
 def test_a_store_in_every_form_gives_the_same_outcomes(tmp_path):
-    """As a file of rows, and as a folder of files and rows; blocked domains as lines and as rows."""
+    """The store is a file of rows, or a folder of files and rows; blocked domains are lines or rows."""
     example, _, third, page = ROBOTS.strip().splitlines()
     put(tmp_path, {
         "s.jsonl": ROBOTS,
@@ -306,9 +307,9 @@ def test_the_command_prints_each_agent_and_the_rule(tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------
 # other reservations
 
-# Values of a header that do not reserve, and after the | values that do; / between them. X-Robots-Tag by datadiligence
-# 0.1.7 (Spawning), without an agent and as GPTBot. Content-Usage by the dictionary of http-sf 1.5.0 (RFC 9651): has it
-# the token n for train-ai? TDM-Reservation by its report.
+# Values of a header that reserve nothing, then after | values that do, separated by /. Authorities: for X-Robots-Tag
+# datadiligence 0.1.7 (Spawning), without an agent and as GPTBot; for Content-Usage the token n of train-ai in the
+# dictionary of http-sf 1.5.0 (RFC 9651); for TDM-Reservation its report.
 HEADERS = {
     "x-robots-tag": """ / noindex / other, noindex / GPTBot: all / somebot: noai / :, / :, :, ,: -:: / none /
         noindex, nofollow / demobot: noai, examplebot: noai, GPTBot: all |
@@ -330,15 +331,15 @@ def test_headers_are_read_as_by_the_reference_libraries(name):
             assert (reservation(doc) is None) == (said in free), doc
 
 
-# As Spawning's generator writes it for a site that refuses text and allows images.
+# As Spawning's generator writes it for a site that disallows text and allows images.
 AI_TXT = "# Spawning AI\nUser-Agent: *\nDisallow: *.txt\nDisallow: *.html\nDisallow: *.pdf\nAllow: *.jpg\n"
 RESERVES = '[{"location": "/", "tdm-reservation": 1}]'
-# A document in JSON and its reason. First its own statements: directives in any case; an agent's <meta>;
-# draft-ietf-aipref-vocab-07 sec. 5.1: no other preference withdraws one; Cloudflare's word; headers in any form (RFC
-# 9110 sec. 5.3); numbers as pandas writes them; no headers at all. Then with the tdmrep.json of its host, a list of
-# location and reservation or a text: each statement overrides the ones before it; the second example of the report,
-# section "TDM File on the Origin Server"; "the most specific match is the first in sequence"; its table of special
-# characters; other values are errors. Last with an ai.txt.
+# A document in JSON and its reason. First its own statements: directives in upper or lower case; an agent's <meta>; a
+# preference that no other withdraws (draft-ietf-aipref-vocab-07 sec. 5.1); Cloudflare's word; headers in any form (RFC
+# 9110 sec. 5.3); numbers as pandas writes them; no headers. Then with its host's tdmrep.json, a list of location and
+# reservation or a text: each statement overrides the ones before it; the report's second example, section "TDM File on
+# the Origin Server"; "the most specific match is the first in sequence"; its table of special characters; other values
+# are errors. Last with an ai.txt.
 DOCUMENTS = """
 {"x_robots_tag": "noindex, NOML"} | noml
 {"metas": [["gptbot", "nofollow, noimageai"]]} | noimageai

@@ -1,9 +1,9 @@
 """
 Rules against datatrove's filters (words by white space), numpy's quantiles and the definition of each column rule.
 
-golden/heuristics.jsonl.gz: 800 pages with the faults that the rules look for, and by which rule of each set datatrove
-0.10.1 removes them; "fineweb2" are the rules of three sets with LIMITS. tests/test_rules.py of commit 58a600a wrote the
-pages, tests/test_heuristics.py of commit ac03345 the verdicts.
+golden/heuristics.jsonl.gz: 800 pages with the faults that the rules look for, each with the rule of each set by which
+datatrove 0.10.1 removes it; "fineweb2" has the rules of three sets with LIMITS. tests/test_rules.py of commit 58a600a
+wrote the pages, tests/test_heuristics.py of commit ac03345 the verdicts.
 """
 import gzip
 import json
@@ -29,7 +29,7 @@ def verdict(spec, text, language="eng_Latn"):
 @pytest.mark.parametrize("name", ["gopher", "repetition", "c4", "fineweb"])
 def test_verdicts_equal_datatrove(name):
     assert [verdict(name, page["text"]) for page in PAGES] == [page[name] for page in PAGES]
-    # A page breaks every rule, but for one that would take half a megabyte.
+    # For every rule some page breaks it, except for one that would take a page of half a megabyte.
     rules = {
         rule
         for rule, (source, *_) in HEURISTICS.items()
@@ -38,7 +38,7 @@ def test_verdicts_equal_datatrove(name):
     assert {page[name] for page in PAGES} == rules | {None}
 
 
-# In the form of FineWeb-2's files; the numbers are ours.
+# In the format of FineWeb-2's files; the numbers are ours.
 LIMITS = """
 dup_line_frac: 0.25
 dup_n_grams: [[5, 0.2], [6, 0.19], [7, 0.18], [8, 0.17], [9, 0.16], [10, 0.15]]
@@ -55,7 +55,7 @@ top_n_grams: [[2, 0.25], [3, 0.22], [4, 0.2]]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder like FineWeb-2's, with the limits of two languages. 0 means no limit."""
+    """A folder like FineWeb-2's, with limits for two languages. A limit of 0 is none."""
     return str(put(tmp_path, {"xyz_Latn.yml": LIMITS, "abc_Latn.yml": LIMITS.replace("length: 6", "length: 0")}))
 
 
@@ -68,7 +68,7 @@ def test_with_limits_of_a_language_verdicts_equal_datatrove(folder, source, monk
 
 
 GERMAN = "Die W\u00fcrde des Menschen ist unantastbar. Sie zu achten ist Verpflichtung aller staatlichen Gewalt.\n" * 6
-# Each line is one word by white space, of 14 characters, and too long for Latin letters.
+# By white space each line is one word of 14 characters, too long for a word in Latin letters.
 LINE = "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c\u5728\u5c0a\u4e25\u4e0a\u5e73\u7b49\u3002\n"
 CHINESE = "".join(
     LINE.replace("\u751f", chr(0x4e00 + i))
@@ -88,10 +88,10 @@ TEXTS = dict(
     latin=LATIN,
     mixed=LINE * 2 + LATIN
 )
-# The setting, with DIR for the folder; a text, its language, and the rule that it breaks. First: limits of the user
-# apply to every language. Then: the file replaces the sets, and a language is not a path. Then: English stop words are
-# for English only, and no rule is for code. Last: rules about words skip scripts without spaces, rules about lines do
-# not; a Chinese full stop ends a sentence.
+# The setting, with DIR for the folder; a text, its language, and the rule that it breaks. First: a user's limits apply
+# to every language. Then: a language's file replaces the sets, and a language is not a path. Then: English stop words
+# are for English only, and no rule is for code. Last: rules about words skip scripts without spaces, rules about lines
+# do not; a Chinese full stop ends a sentence.
 CASES = """
 c4,sentences:2,DIR      | two     | deu_Latn        | None
 DIR,sentences:2, c4     | two     | deu_Latn        | None
@@ -135,7 +135,7 @@ DOC = dict(
     gap=None,
     nan="nan"
 )
-# Settings of broken(), and the reason for which DOC is removed.
+# Settings of broken(), and the reason why DOC is removed.
 COLUMNS = """
 {"licenses": ["mit"], "languages": ["deu_Latn"], "min_chars": 100, "max_chars": 100} | None
 {"licenses": ["cc0"]} | license
@@ -176,7 +176,7 @@ def test_a_random_rate_keeps_that_share_and_a_smaller_rate_a_subset():
 
 
 def test_thresholds_are_quantiles_whatever_the_order():
-    """0.07 * 100 is 7.000000000000001."""
+    """Rounding must not move a quantile: 0.07 * 100 is 7.000000000000001 in floating point."""
     scores = np.random.default_rng(0).normal(size=(2, 2000))
     rows = [*zip([0, 1] * 2000, scores.T.ravel())]
     want = {

@@ -1,4 +1,4 @@
-"""Nothing on a load path unpickles, evaluates or executes: read off the statements of every file outside tests/."""
+"""Nothing on a load path unpickles, evaluates or executes: checks the statements of every file outside tests/."""
 import ast
 import glob
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from conftest import ROOT
 
-# DCP's own format, which the readers and writers of file systems use, has a pickle in it.
+# FileSystemReader and FileSystemWriter use DCP's own format, which contains a pickle.
 BAD = re.compile(r"""(?x)
     \b(import|from)\ (pickle|cPickle|dill|cloudpickle|joblib|marshal|shelve|jsonpickle)\b
     | \btorch\.(load|save|jit\.load|hub\.load|package)\b | ^from\ torch.*\ import\ .*\b(load|save|package)\b
@@ -22,7 +22,7 @@ BAD = re.compile(r"""(?x)
 
 
 def offences(source):
-    """The statements of a file that may run what they read."""
+    """The statements of a source that may execute data that they read."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -35,7 +35,7 @@ def read(file):
         return f.read()
 
 
-# The files that git knows, and new ones: runs, data and environments are ignored.
+# Tracked and new files; git ignores runs, data and environments.
 LIST = "git ls-files -co --exclude-standard *.py".split()
 LISTED = subprocess.run(LIST, cwd=ROOT, capture_output=True, text=True).stdout.split()
 PATHS = LISTED or glob.glob("**/*.py", root_dir=ROOT, recursive=True)
@@ -77,6 +77,6 @@ def test_the_check_sees_each_way_in(line):
 
 
 def test_only_configs_rewards_and_scores_that_the_user_names_are_run():
-    """Found by file name, so that a moved file keeps its leave and no other file gets it."""
+    """The allowlist has file names without folders, so a file may move but no other file may run code."""
     runs = {os.path.basename(file) for file in FILES if re.search("run_path|run_module|exec_module", read(file))}
     assert "configurator.py" in runs and runs <= {"configurator.py", "references.py", "rules.py"}

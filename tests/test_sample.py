@@ -1,4 +1,4 @@
-"""sample.py and its conversations (posttrain/talk.py): the same tokens as from scratch, and what a user may type."""
+"""sample.py and its conversations (posttrain/talk.py): the same tokens as without a cache, and a user's commands."""
 import pytest
 import torch
 
@@ -17,7 +17,7 @@ TOK = tokenizer.load("byte")
 
 
 def ids_of(*parts):
-    """The ids of texts and control tokens, which are written @assistant_end and so on."""
+    """The ids of texts and control tokens; @assistant_end stands for <|assistant_end|>."""
     ids = []
     for part in parts:
         ids += [TOK.special[f"<|{part[1:]}|>"]] if part.startswith("@") else TOK.encode(part)
@@ -35,7 +35,7 @@ def said(folder, *flags, **how):
 
 
 def test_flags_choose_the_text(lab, tmp_path):
-    """A seed repeats it, 0 turns top_k and top_p off, a file is read byte by byte, a run and its export agree."""
+    """A seed repeats a text, 0 turns top_k and top_p off, a file keeps its bytes, a run and its export agree."""
     hf, start = lab / "hf", "--start=def f(x):\r\n"
     plain = said(hf, start, "--top_p=0")
     assert plain.startswith("def f(x):\r\n")
@@ -51,8 +51,8 @@ def test_flags_choose_the_text(lab, tmp_path):
 
 def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch):
     """
-    The output is the tool's: a model that went on would make it up. Published: eos_token_id [2, 68, 72]. "é" is two
-    tokens.
+    The output must come from the tool; a model that continued would invent it. Published: eos_token_id [2, 68, 72].
+    "é" is two tokens.
     """
     new = iter(ids_of("@tools_prefix", "[é]", "@tools_suffix", "made up"))
     monkeypatch.setattr(
@@ -68,7 +68,7 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch):
 
 
 def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(monkeypatch):
-    """It grows, each position is read once, as a model that says letters alone is rendered as it spoke; a new start."""
+    """The cache grows and reads each position once, as answers of letters render to their ids. Also after begin()."""
     model = small(vocab_size=320, block_size=700)
     model.lm_head.weight.data[:64 + ord("a")] = model.lm_head.weight.data[65 + ord("z"):] = 0
     read, begin, said = [], KVCache.begin, []
@@ -89,7 +89,7 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
 
 
 def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypatch, tmp_path):
-    """Thoughts, a call of a tool and its output, an answer: /save writes what posttrain/sft.py learns from."""
+    """Thoughts, a tool call and its output, an answer: posttrain/sft.py can train on the file of /save."""
     convert.save_hf(model, str(tmp_path / "hf"), TOK)
     calls = '[{"get_weather": {"city": "Bern"}}]'
     told = ids_of("@inner_prefix", "need it", "@tools_prefix", calls, "@tools_suffix", "so", "@inner_suffix", "12 C.",

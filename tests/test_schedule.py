@@ -1,4 +1,4 @@
-"""schedule.py against the published scheduler's values, torch's cosine, published milestones, a loop that counts."""
+"""schedule.py against the published scheduler's values, torch's cosine, published milestones, and a counting loop."""
 import json
 from pathlib import Path
 
@@ -19,7 +19,7 @@ APERTUS_8B = dict(
 
 
 def test_the_8b_run_has_the_published_learning_rates():
-    """Also if its decay was asked for when it was planned."""
+    """Also if the decay is requested at the planned sample."""
     points = {
         point["samples"]: point["lr"]
         for point in json.loads(Path(GOLDEN, "wsd_8b.json").read_text())
@@ -34,7 +34,7 @@ def test_the_8b_run_has_the_published_learning_rates():
 
 @pytest.mark.parametrize("decay_at", [350, 2100])
 def test_a_decay_that_begins_at_another_time_keeps_its_share_and_its_shape(decay_at):
-    """30 % of the run: 150 samples behind 350 at the peak, 900 behind 2,100; 1 - sqrt of its course (2405.18392)."""
+    """The decay stays 30 % of the run: 150 samples after 350, 900 after 2,100; its shape is 1 - sqrt (2405.18392)."""
     total = decay_at * 10 // 7
     assert plan_with_decay_at(decay_at, 1000, 300) == (total, total * 3 // 10)
     rates = {
@@ -54,8 +54,8 @@ def test_a_decay_that_begins_at_another_time_keeps_its_share_and_its_shape(decay
     } == pytest.approx(rates)
 
 
-# The lengths of warm-up and decay of 100 samples at a peak of 1, where the decay begins, and the rates at some samples.
-# A decay that begins in the warm-up falls from the rate reached so far, or stays there, below the floor of 0.1.
+# Lengths of warm-up and decay in a run of 100 samples with peak 1, where the decay begins, and the rates at samples.
+# A decay that begins in the warm-up falls from the rate reached so far, or stays at it if it is below the floor of 0.1.
 CURVES = [
     (50, 50, 10, {5: 0.1, 10: 0.2, 15: 0.1 + 0.1 * (1 - 0.5**0.5), 20: 0.1}),
     (50, 50, 2, {1: 0.02, 2: 0.04, 3: 0.04, 4: 0.1}),
@@ -70,7 +70,7 @@ def test_wsd_without_a_phase_and_with_one_inside_another(warmup, decay, decay_at
         s: wsd(s, 1.0, 0.1, warmup, 100, decay, decay_at)
         for s in rates
     } == pytest.approx(rates)
-    assert plan_with_decay_at(0, 100, 100) == (100, 100)             # all of the run may be the decay
+    assert plan_with_decay_at(0, 100, 100) == (100, 100)             # the decay may be the whole run
 
 
 def test_cosine_is_torchs():
@@ -102,8 +102,8 @@ def test_phases_that_do_not_fit_into_the_run_are_an_error(schedule, lengths):
         schedule(0, 1.0, 0.1, *lengths)
 
 
-# Report Table F.7, which counts iterations from 1; here from 0. The decay begins at 13.35T of 15T tokens; halfway
-# 1 - sqrt(1/2) of the way to the floor is left.
+# Report Table F.7, which counts iterations from 1; we count from 0. The decay begins at 13.35T of 15T tokens; halfway
+# through it 1 - sqrt(1/2) of the distance to the floor is left.
 MILESTONES = """
 8B            step         samples    tokens  batch          lr
 begin            0               0    0.000T   1024  0.0000e+00

@@ -1,4 +1,4 @@
-"""posttrain/sft.py: what is learnt, against the published template's ids; the loss against torch; as users run it."""
+"""posttrain/sft.py: trained tokens against the published template's ids; the loss against torch; as users run it."""
 import json
 import shutil
 
@@ -43,7 +43,7 @@ def chat_row(*messages, **more):
 
 @pytest.mark.parametrize("case", ANSWERED)
 def test_the_ids_are_the_published_templates_and_one_end_token(case):
-    """The golden ids, and behind them the end token that the template leaves out. Thoughts are found by themselves."""
+    """The golden ids, followed by the end token that the template omits. Thoughts are found without a flag."""
     row = chat_row(*case["messages"], tools=case["options"].get("tools"))
     ids, said = chat.render(tokenizer.load("apertus"), row, "2026-01-31")
     assert ids == case["ids"] + [68]
@@ -51,7 +51,7 @@ def test_the_ids_are_the_published_templates_and_one_end_token(case):
 
 
 def test_the_schedule_is_transformers_linear_without_its_zeros():
-    """transformers' schedule of one step more begins and ends at 0; ours lies between, so that every step learns."""
+    """Ours is transformers' schedule of one step more without its first and last rate, 0, so every step learns."""
     [theirs] = get_linear_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)]), 3, 31).lr_lambdas
     for step in range(30):
         assert common.linear(step, 30, 0.1) == pytest.approx(theirs(step + 1), abs=1e-12)
@@ -63,7 +63,7 @@ def test_the_schedule_is_transformers_linear_without_its_zeros():
 
 
 def tune(lab, out, *args):
-    """What a run of conversations prints, which has to end well."""
+    """The output of a run on conversations, which must succeed."""
     return run(*tuning(lab, out, *args)).stdout
 
 
@@ -80,7 +80,7 @@ def test_it_learns_and_watches_its_ranks(lab):
 
 @pytest.mark.parametrize("optimizer, clip", [("adamw", 100.0), ("ademamix", 0.05)])
 def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, optimizer, clip):
-    """Three steps over two epochs: batches, loss, clipping, schedule, update. A large eps shows their scale."""
+    """Three steps over two epochs. A large eps makes the update depend on the scale of the gradients."""
     rows = [
         chat_row(SYSTEM, user("q" * n), assistant("yes" * n), user("and?"), assistant("é"))
         for n in range(1, 7)
@@ -107,7 +107,7 @@ def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, optimizer,
 
 
 def test_packing_changes_no_number(lab, tmp_path):
-    """Also if the start model was pretrained without the document mask."""
+    """Even if the start model was pretrained without the document mask."""
     start = shutil.copytree(lab / "pretrained", tmp_path / "start")
     config = read_text(start / "config.json")
     (start / "config.json").write_text(config.replace('"doc_mask": true', '"doc_mask": false'))
@@ -145,7 +145,7 @@ def test_a_start_that_cannot_chat_is_an_error(lab, tmp_path):
     refused(script(*dumb), "its vocabulary has no control token <|assistant_end|>")
 
 
-# A program for two ranks: an AssertionError is a failure.
+# A script for two ranks; an AssertionError fails the test.
 SHARDS = """
 import sys
 import torch

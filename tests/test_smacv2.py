@@ -1,6 +1,6 @@
 """
-papers/smacv2.py against SMACv2 (tests/golden/smacv2.json: results of oxwhirl/smacv2's code on stored units, whose
-health and places are listed for each step and look), and our battle against the code at commit ac03345, which made the
+papers/smacv2.py against SMACv2 (tests/golden/smacv2.json: results of oxwhirl/smacv2's code on stored units, with
+their health and places for each step and look), and our battle against the code of commit ac03345, which made the
 committed rows.
 """
 import json
@@ -31,7 +31,7 @@ def test_starts_are_the_published_ones_on_the_same_stream(case):
 
 @pytest.mark.parametrize("case", WANT["m2"])
 def test_teams_are_drawn_as_published(case):
-    """Type for type on the same stream, redrawn teams too, and the counts in 4,000 teams."""
+    """Unit by unit with the same random stream, also in redrawn teams, and the counts in 4,000 teams."""
     want, rng = WANT["m2"][case], np.random.default_rng(0)
     teams = [
         smacv2.team_of(rng, want["unit_types"], want["n"], want["weights"])
@@ -53,7 +53,7 @@ def test_shares_sight_and_reach_of_our_team_are_the_published_ones():
 
 @pytest.mark.parametrize("case", WANT["rewards"], ids=lambda case: case["name"])
 def test_reward_and_end_of_a_fight_are_the_published_ones(case):
-    """Medivacs do not count among those that can fight."""
+    """Medivacs do not count as units that can fight."""
     before = np.array(case["enemies"])
     most = before.sum()
     for step in case["steps"]:
@@ -111,6 +111,6 @@ def test_the_battle_is_that_of_the_committed_rows(setting):
 
 @pytest.mark.slow
 def test_a_run_learns_to_win(monkeypatch):
-    """A policy that sees, where nothing is random, after a quarter of the training: 54 % of fights, untrained none."""
+    """fixed-closed wins 54 % of the fights after a quarter of the training, and none untrained."""
     monkeypatch.setattr(smacv2, "ROLLOUTS", 20)
     assert smacv2.trained("fixed-closed-2")["won"] > 0.1

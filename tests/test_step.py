@@ -1,7 +1,7 @@
 """
 Whole steps of train.py against the same steps written plainly in fp64 (plain.py): one batch without accumulation, the
-loss from the logits, clipping and the optimizer by the formulas of the papers. The model and the masks, which other
-tests hold, are called as they are (Goldfish, arXiv 2406.10209; Apertus, 2509.14233).
+loss from the logits, clipping and the optimizer by the formulas of the papers. The model and the masks, which have
+their own tests, are the project's (Goldfish, arXiv 2406.10209; Apertus, 2509.14233).
 """
 import math
 
@@ -27,7 +27,7 @@ def nll(model, idx, targets, doc):
 
 
 def learning_rate(s):
-    """1e-2 by WSD with 16 samples of warm-up, 16 of decay to 1e-3, of 48 in all."""
+    """WSD: 16 samples of warm-up to 1e-2, 16 at the peak, 16 of decay to 1e-3."""
     return 1e-2 * s / 16 if s < 16 else 1e-2 - 9e-3 * math.sqrt(max(0, s - 32) / 16)
 
 
@@ -69,8 +69,8 @@ def train(
         yield loss.item(), norm, keep.float().mean().item(), lr, s * T
 
 
-# The ranks (0: without a launcher) and flags of each run, and their meaning for the plain steps. The norms lie between
-# 0.5 and 3: 0.1 clips each step, 100 none.
+# Ranks (0: without a launcher) and flags of each run, and the same settings for the plain steps. Gradient norms are
+# between 0.5 and 3, so that 0.1 clips every step and 100 none.
 RUNS = [
     (0, "--micro_batch=8 --grad_clip=100.0 --alpha_warmup=3 --beta3_warmup=9", dict(clip=100, warmups=(3, 9))),
     (0, "--micro_batch=4 --grad_clip=0.0 --batch_ramp_at=10", dict(clip=0, ramp=10, warmups=(4, 4))),
@@ -87,9 +87,9 @@ RUNS = [
 @pytest.mark.parametrize("ranks, flags, meaning", RUNS)
 def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, ranks, flags, meaning):
     """
-    Loss, norm, share kept, learning rate and tokens of every step, and where the weights went: fp32 against fp64.
+    Loss, norm, share kept, learning rate and tokens of every step, and the final weights: fp32 against fp64.
 
-    Validation is over 7 windows, and over 11 at the end: each once, every predictable token, without Goldfish.
+    Validation reads 7 windows, and 11 at the end, each once: every predictable token, without Goldfish.
     """
     out = tmp_path / "run"
     args = *RUN, *SIX_STEPS, *VALIDATED, f"--seed={SEED}", *flags.split(), f"--data={data}", f"--out={out}"

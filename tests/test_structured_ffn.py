@@ -24,7 +24,7 @@ def settings(form):
 
 
 def build(form):
-    """(model, guides) of a run with 40 guided steps, as posttrain/attach.py builds them: layers first, values last."""
+    """(model, guides) of a run with 40 guided steps. Like posttrain/attach.py it draws values after building layers."""
     model = small(None, n_layer=3)
     guides = structured_ffn.Guides(settings(form))
     structured_ffn.build(model, guides.config)
@@ -38,7 +38,7 @@ def layers(model):
 
 
 def explicit(m):
-    """The matrix of a structured layer from torch's block-diagonal matrices and its shuffle of channels."""
+    """The dense matrix of a structured layer, by torch's block_diag and channel_shuffle."""
     v = m.v if m.v.ndim == 2 else torch.block_diag(*m.v)
     if m.u.ndim == 2:
         return m.u @ v
@@ -47,7 +47,7 @@ def explicit(m):
     return torch.channel_shuffle(torch.block_diag(*m.u) @ dealt, B)[0]
 
 
-# Form, rank, blocks, parameters of all MLPs in millions: arXiv 2406.16450, Table 1.
+# Form, rank, blocks, and millions of parameters in all MLPs: arXiv 2406.16450, Table 1.
 PUBLISHED = """\
 lowrank      1024 0 516
 blockdense   1536 4 486
@@ -75,7 +75,7 @@ def test_a_model_of_the_published_size_has_the_published_parameters(row):
 
 
 def test_low_rank_starts_as_the_truncated_svd_of_the_dense_models_draw():
-    """By Eckart and Young nothing of rank 12 is nearer; its singular values are split evenly between the factors."""
+    """By Eckart and Young no matrix of rank 12 is nearer. Each factor has the square roots of its singular values."""
     W = small(n_layer=3).model.layers[2].mlp.down_proj.weight.double()
     m = layers(build(FORMS[0])[0].double())[3]
     S = torch.linalg.svdvals(W)
@@ -93,7 +93,7 @@ def test_block_forms_start_with_all_singular_values_one(form):
 
 @form
 def test_training_mixes_as_published_and_evaluation_takes_the_factors(form):
-    """So does training where the coin saves the guide, whose gradient is then 0, not absent: DDP waits for it."""
+    """A step whose coin skips the guide takes the factors too. The guide's gradient is then 0: DDP waits for it."""
     for m in layers(build(form)[0].double()):
         W = explicit(m)
         assert_close(
@@ -117,7 +117,7 @@ def test_training_mixes_as_published_and_evaluation_takes_the_factors(form):
 
 
 def test_guides_fade_like_torchs_hann_window_and_coins_land_as_their_weight_says():
-    """At a weight of 0.65 4,000 coins, one for each layer and micro-batch: within 4 sigma, in all 16 patterns."""
+    """4,000 coins, one per layer and micro-batch, at a weight of 0.65: within 4 sigma, in all 16 patterns."""
     model, guides = build(FORMS[0])
     weights, coins = [], []
     for step in range(40):
@@ -134,7 +134,7 @@ def test_guides_fade_like_torchs_hann_window_and_coins_land_as_their_weight_says
 
 def test_guides_end_at_half_of_the_runs_steps_or_of_those_of_a_checkpoint_whose_run_was_shorter():
     guides = build(FORMS[1])[1]
-    shorter = guides.config | dict(batch_ramp_at=40)       # 40 steps of 1 and 20 of 2
+    shorter = guides.config | dict(batch_ramp_at=40)       # 40 steps of one sample and 20 of two
     assert not guides.end(39, None) and guides.end(30, None, shorter)
 
 

@@ -1,4 +1,4 @@
-"""Every study whose runs take longer than a test, from its first command to its page: small runs, but real ones."""
+"""Every long study, from its first command to its page, with small but real runs."""
 import json
 import shlex
 from pathlib import Path
@@ -9,7 +9,7 @@ from conftest import table
 from lab import run
 from studies import kit
 
-# What makes the commands of a study small. QRPO wants a model that ends its answers, and rewards that differ.
+# Flags that make a study's commands small. QRPO needs a model that ends its answers, and rewards that differ.
 SMALL = """
 train: --n_layer=1 --n_head=2 --n_kv_head=1 --n_embd=32 --ffn_dim=64 --compile=False --last_eval_windows=9 \
 --batch_size=4 --micro_batch=4 --total_samples=16 --warmup_samples=4 --decay_samples=4

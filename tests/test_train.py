@@ -1,7 +1,7 @@
 """
-train.py as a user runs it: steps, run folders, messages, and the end of a run: asked for its decay, in time, or longer
-than planned. The authority for an end is the run that was planned so from the start, whose schedule test_schedule.py
-holds. test_step.py holds the steps to the same steps in fp64; test_matrix.py kills runs; tests/faults injects faults.
+train.py as a user runs it: steps, run folders, messages, and the end of a run: by request, by time, or later than
+planned. The authority for an end is a run that was planned that way from the start; test_schedule.py tests schedules,
+test_step.py compares steps with fp64, test_matrix.py kills runs, tests/faults injects faults.
 """
 import itertools
 import math
@@ -29,7 +29,7 @@ FEW = "--total_samples=24", "--warmup_samples=0", "--decay_samples=0"
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
-    """runs("--flag"): the folder of an undisturbed run with these flags, each trained once."""
+    """runs("--flag"): the folder of an undisturbed run with these flags, which is trained once."""
     made = {}
 
     def run(*args):
@@ -45,7 +45,7 @@ def runs(data, tmp_path_factory):
 
 @pytest.fixture
 def each_step(monkeypatch):
-    """each_step(does): calls does(0), does(1), ... in the steps of later runs, and multiplies the square norm by it."""
+    """each_step(does): call does(0), does(1), ... in later runs' steps; a result multiplies the squared norm."""
     true = parallel.square_norm
 
     def install(does):
@@ -59,7 +59,7 @@ def each_step(monkeypatch):
 
 
 def says(done, *words):
-    """The run has exited with code 0 and printed these words."""
+    """Assert that the run exited with code 0 and printed these words."""
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in words), done.stdout
 
@@ -89,8 +89,8 @@ PINNED = """
 @pytest.mark.parametrize("row", PINNED.strip("\n").splitlines())
 def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, row):
     """
-    Loss, gradient norm, kept tokens, and the loss over 11 windows (0: all) after it: of commit ac03345, whose steps
-    match the formulas in fp64. The row of goldfish_exempt, which it did not have, keeps five labels more.
+    Loss, gradient norm, share kept, and the validation loss over 11 windows (0: all) are those of commit ac03345, whose
+    steps match the formulas in fp64. It had no goldfish_exempt; that row keeps five labels more.
     """
     *flags, loss, norm, kept, val = row.split()
     trained(data, tmp_path, *SIX_STEPS, *flags)
@@ -103,7 +103,7 @@ def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, row):
 
 
 def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
-    """The loss of a fresh model over 320 ids, at first. Epochs: 8 steps of 8 samples and 6 of 16, of 296 windows."""
+    """The first loss is log 320, the number of ids. 8 steps of 8 samples and 6 of 16 are 0.5 epochs of 296 windows."""
     done = ran(data, tmp_path, "--batch_ramp_at=64", "--eval_every=10", "--checkpoint_every=0", pictures=True)
     says(done, "14 steps of 8 x 32 tokens per step; data: 9,481 tokens, so 0.5 epochs", "bits per byte")
     first, *_ = log(tmp_path)
@@ -159,7 +159,7 @@ TORN = ["\udcff", '{"step": 3, "loss": 5.{"step": 4}', "\0\0\0", "null", '{"step
 
 
 def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, tmp_path, monkeypatch):
-    """Killed after step 12 with step 10 saved, files torn as by a full disk. No weights are drawn to be replaced."""
+    """Killed after step 12 with step 10 saved, with files torn as by a full disk. A resumed run draws no weights."""
     whole = runs("--eval_every=10")
     run = killed_after(whole, tmp_path / "run", 10)
     lines = (run / "log.jsonl").read_text().splitlines()
@@ -174,7 +174,7 @@ def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, t
 
 @pytest.mark.parametrize("torn", ['{"val_bpb": 1', "null", '{"tokens": 4096}'])
 def test_killed_in_its_last_validation_a_run_makes_up_for_that_alone(data, runs, tmp_path, monkeypatch, torn):
-    """The 8B's takes long, so the last save comes before it. summary.json comes last: a torn one is written again."""
+    """The last validation may take long, so the last save precedes it. A torn summary.json is written again."""
     with monkeypatch.context() as broken, pytest.raises(TypeError):
         broken.setattr(TokenDataset, "bits_per_byte", None)
         ran(data, tmp_path, *FEW)
@@ -188,7 +188,7 @@ def test_killed_in_its_last_validation_a_run_makes_up_for_that_alone(data, runs,
 
 
 def test_stages_one_by_one_are_the_run_through_all(data, tmp_path):
-    """Another mixture after 10 of 20 steps, and another order too. Only stages that have begun must be the same."""
+    """Mixture and order change after 10 of 20 steps. Only stages that have begun must stay the same."""
     first = '("one", ("a.jsonl",), 80, 28)'
     for seed in (29, 30):
         second = f'("two", {{"a.jsonl": 1, "b.jsonl": 3}}, 160, {seed})'
@@ -223,7 +223,7 @@ def test_a_run_is_not_resumed_as_another(data, runs, row):
 
 
 def test_without_a_compiler_it_says_so_and_wandb_gets_every_line_of_the_log(data, tmp_path, monkeypatch):
-    """The service cannot be reached from a test: its two functions are noted."""
+    """A test cannot reach the service, so calls of its two functions are recorded."""
     sent = []
     fake = types.SimpleNamespace(
         init=lambda project, name, config: sent.append((project, name, config["n_layer"])),
@@ -238,14 +238,14 @@ def test_without_a_compiler_it_says_so_and_wandb_gets_every_line_of_the_log(data
 # the end of a run
 
 MORE = "--total_samples=320", "--decay_samples=96"
-# 30 % of the run behind 64 samples at the peak: 27, and so 91 in all.
+# After 64 samples the decay takes 30 % of the run: 27 samples, so 91 in all.
 PLANNED = "--total_samples=91", "--decay_samples=27"
 
 
 def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(data, runs, tmp_path, monkeypatch, each_step):
     """
-    Also if it is killed in that decay. Its begin is on disk before its first step: a kill in that step would otherwise
-    be followed by another begin, and the step would have two rates. (By a signal: tests/faults.)
+    Also if it is killed in that decay. A checkpoint with the decay's begin is on disk before its first step. Otherwise
+    a run killed in that step would begin its decay elsewhere. tests/faults requests it by a signal.
     """
     planned, run, seen = runs(*PLANNED), tmp_path / "run", {}
     true = checkpoint.write
@@ -256,7 +256,7 @@ def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(data, run
 
     def does(step):
         seen[step] = steps(run), (run / "cooldown").exists()
-        assert len(log(run)) == step                       # each step's line is there, for a killed run
+        assert len(log(run)) == step                       # each step's line is written at once, for a killed run
         if step == 6:
             (run / "cooldown").touch()
     monkeypatch.setattr(checkpoint, "write", slowly)
@@ -286,7 +286,7 @@ def test_a_rate_that_falls_already_is_not_changed(data, runs, tmp_path, each_ste
 
 
 def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_too(data, runs, tmp_path):
-    """The stopped run resumes bit-exact."""
+    """A run stopped by such a file resumes bit-exact."""
     new = tmp_path / "new"
     new.mkdir()
     (new / "stop").touch()
@@ -294,7 +294,7 @@ def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_t
     assert {"ckpt", "stop", "summary.json"}.isdisjoint(os.listdir(new))
     assert equal(trained(data, new, "--resume"), runs())
     run = killed_after(runs(), tmp_path / "run", 10)
-    for name in ("cooldown", "stop"):                      # stopped first, it still has to begin its decay
+    for name in ("cooldown", "stop"):                      # it stops first and still has to begin its decay
         (run / name).touch()
     ran(data, run, "--resume")
     says(ran(data, run, "--resume"), "step     11   the decay begins, 4 steps")
@@ -302,7 +302,7 @@ def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_t
 
 @pytest.fixture
 def clocked(monkeypatch, each_step):
-    """clocked(first, each): the seconds of the first step and of each later one; nothing else takes time."""
+    """clocked(first, each): seconds that the first step and each later one take; nothing else takes time."""
     def install(first, each):
         now = [0.0]
 
@@ -314,7 +314,7 @@ def clocked(monkeypatch, each_step):
 
 
 def test_minutes_bring_checkpoints_and_validations_and_the_speed_is_a_median(data, tmp_path, clocked):
-    """A second a step: 2.5 s without a checkpoint, or 4.5 s without a validation, are over in the fourth and sixth."""
+    """At a second per step 2.5 s after a checkpoint end in the fourth step, 4.5 s after a validation in the sixth."""
     clocked(1.0, 1.0)
     minutes = "--checkpoint_every=0", f"--checkpoint_minutes={2.5 / 60}", f"--eval_minutes={4.5 / 60}"
     run = trained(data, tmp_path / "run", *minutes)
@@ -338,7 +338,7 @@ def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_writt
     monkeypatch.setattr("model.Apertus.forward", signalled)
     new = tmp_path / "new"
     new.mkdir()
-    for name in ("profile", "cooldown"):                   # the second is of yesterday
+    for name in ("profile", "cooldown"):                   # the second is an old file, which a new run ignores
         (new / name).touch()
     says(ran(data, new), "stopped as asked after step 7, saved")
     assert not (new / "profile").exists()
@@ -349,18 +349,18 @@ def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_writt
 
 
 def test_a_minute_is_the_run_of_so_many_samples_also_killed_or_with_more_minutes(data, runs, tmp_path, clocked):
-    """31 s for the first step, and 29 steps of a second, of which 30 % decay."""
+    """A minute is 31 s for the first step and 29 steps of a second; 30 % of the samples decay."""
     planned, longer = runs("--total_samples=240", "--decay_samples=72"), runs(*MORE)
     clocked(31.0, 1.0)
     minute = trained(data, tmp_path / "minute", "--minutes=1")
     assert equal(minute, planned)
     assert '"seconds": 60,' in (minute / "summary.json").read_text()
-    # Ten steps have taken 40 of 60 seconds; at a second each, 20 more are left. Behind step 21 no clock is asked.
+    # Ten steps took 40 of 60 seconds, so 20 more of a second each are left. After step 21 the clock does not matter.
     for step, seconds in ((10, 1.0), (21, 100.0)):
         run = killed_after(minute, tmp_path / f"after{step}", step)
         clocked(seconds, seconds)
         assert equal(trained(data, run, "--minutes=1", "--resume"), minute)
-    # 51 seconds and 21 steps were gone when the decay began: 70 seconds leave 19 steps.
+    # The decay began after 51 seconds and 21 steps, so 70 seconds leave 19 steps.
     clocked(1.0, 1.0)
     assert equal(trained(data, minute, f"--minutes={70 / 60}", "--resume"), longer)
 
@@ -374,7 +374,7 @@ def test_of_minutes_and_samples_the_last_one_counts(data, tmp_path):
 
 def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_its_decayed_state(data, runs, tmp_path):
     """
-    Killed before its decay, or finished: with one checkpoint kept, the last from before the decay is kept beside it.
+    From a run killed before its decay, or finished. --keep_checkpoints=1 also keeps the last one before the decay.
     """
     early = killed_after(runs(), tmp_path / "early", 10)
     refused(ran(data, early, "--resume", "--total_samples=120"), "decays from 72 on: resume with more")
@@ -382,12 +382,12 @@ def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_it
         trained(data, early, "--resume", *MORE),
         runs(*MORE)
     )
-    assert sorted(os.listdir(early / "ckpt"))[0] == "step-00000005"      # none was set aside
+    assert sorted(os.listdir(early / "ckpt"))[0] == "step-00000005"      # no decayed checkpoint was renamed
     before = runs("--keep_checkpoints=1")
     run = shutil.copytree(before, tmp_path / "run")
     assert steps(run) == [10, 20]
-    (run / "cooldown").touch()                             # it came too late, and is not meant for the longer run
-    (run / "ckpt" / "decayed-00000020").mkdir()            # of an extension before this one
+    (run / "cooldown").touch()                             # an old request, not meant for the longer run
+    (run / "ckpt" / "decayed-00000020").mkdir()            # from an earlier extension
     says(ran(data, run, "--resume", *MORE), "continues from before its decay")
     assert equal(run, runs(*MORE))
     aside = run / "ckpt" / "decayed-00000020-again"

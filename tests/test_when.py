@@ -1,4 +1,4 @@
-"""corpus/when.py: the samples of a document, against all batches of a run of more than a block of a mixture."""
+"""corpus/when.py: the samples of a document, against all batches of a run longer than a block of a mixture."""
 
 import json
 
@@ -19,7 +19,7 @@ STAGES = [
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    """A folder whose tokens are 0, 1, 2, ...: two shards of source a, one of b, named as a joined folder names them."""
+    """A folder with tokens 0, 1, 2, ...: two shards of source a, one of b, with paths as in a joined folder."""
     folder, sources = tmp_path_factory.mktemp("counted"), dict(a={}, b={})
     for name, begin, end in zip(("a0", "a1", "b0"), EDGES, EDGES[1:]):
         np.save(folder / f"{name}.npy", np.arange(begin, end, dtype=np.uint16))
@@ -44,7 +44,7 @@ DATA = {
 
 @pytest.mark.parametrize("kind", DATA)
 def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch, kind):
-    """A token at the begin of a window; across the end of a shard, to that of a window; at the end of a stream."""
+    """Documents: one token at the begin of a window; across shards, up to the end of a window; the end of a stream."""
     monkeypatch.setattr(when, "CHUNK", 4_000)
     data = DATA[kind](counted)
     idx, targets, *_ = data.batch(0, 10_077)
@@ -64,7 +64,7 @@ def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch,
 
 
 def test_the_data_of_a_run_are_those_that_it_has_read(counted):
-    """Of a run in stages, and of one without."""
+    """For a run in stages, and for one without."""
     config = dict(data=counted, block_size=16, stage="all", stages=STAGES)
     data = data_of_run(dict(config, data_hash=DATA["stages"](counted).fingerprint), 10**4)
     assert data.begins == [0, 5_000]

@@ -1,6 +1,6 @@
 """
 The invented world and its examination (studies/world.py, exam.py) against the texts of the committed results, scipy,
-and whole logits. The recipe around them: test_results.py.
+and full logits. test_results.py tests the recipe around them.
 """
 import json
 import math
@@ -48,7 +48,7 @@ def rows_of(folder, name):
 
 
 def test_the_world_is_that_of_the_committed_results(folder):
-    """Hashes of what the code of results/recipe wrote for this seed, without Python's standard library."""
+    """Hashes of the files that the code of results/recipe wrote for this seed, without the standard library's texts."""
     for line in WORLD.strip().splitlines():
         name, sha = line.split()
         rows = [row for row in rows_of(folder, name) if row.get("kind") != "corpus"]
@@ -85,7 +85,7 @@ def test_apart_is_mann_whitneys_u():
 
 
 def test_the_examination_asks_each_question_once(lab, folder, tmp_path):
-    """A model that has never heard of these people knows nothing. Of four letters it has read two."""
+    """A model that never read about these people answers nothing right. Of three letters it has read two."""
     letters = rows_of(folder, "letters")[:3]
     probes = [dict(row, repetitions=n) for n, row in enumerate(letters)]
     (tmp_path / "probes.json").write_text(json.dumps(dict(probes=probes)))
@@ -114,7 +114,7 @@ def test_an_answer_is_its_first_sentence():
 
 
 def test_the_probability_of_an_answer_is_that_of_its_tokens(lab, folder):
-    """Greedy decoding and the sum of log-softmax, token by token from whole logits."""
+    """Against greedy decoding and the sum of log-softmax, token by token, from full logits."""
     model, tok = convert.load_any(lab / "hf")
     rows = rows_of(folder, "questions")[:3]
     _, said, found, _ = exam.answers(model, tok, rows, "text")
@@ -132,7 +132,7 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(lab, folder):
 
 
 def test_bits_by_position_are_those_of_whole_logits(lab):
-    """evaluate.py --by_position, of which the recipe reads the longer window's gain. A letter is a token here."""
+    """evaluate.py --by_position, from which the recipe reads the gain of the longer window. A letter is a token."""
     model, tok = convert.load_any(lab / "hf")
     text = "".join(chr(97 + i * i % 23) for i in range(400))
     documents = [("x", text), ("y", "short")]

@@ -22,16 +22,16 @@ def ids(*shape, seed=0, high=97):
 
 
 def tensors(*path):
-    """The arrays of a .npz file below tests/golden, by name."""
+    """{name: tensor} of a .npz file below tests/golden."""
     arrays = np.load(os.path.join(GOLDEN, *path))
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def golden(name):
-    """A model that transformers 5.23 saved, and its inputs and results."""
+    """(a model that transformers 5.23 saved, its inputs and results)"""
     return convert.load_hf(os.path.join(GOLDEN, name)), tensors(name, "io.npz")
 
 
 def write_rows(path, rows):
-    """A .jsonl file of JSON objects."""
+    """Write a .jsonl file of JSON objects."""
     path.write_text("\n".join(map(json.dumps, rows)))

@@ -1,5 +1,5 @@
 """
-Runs of train.py in this process, 27,000 parameters and half a second each, on a text that never changes.
+Runs of train.py in this process on a fixed text, with 27,000 parameters and half a second each.
 """
 import hashlib
 import json
@@ -14,7 +14,7 @@ from engine import checkpoint
 from lab import run
 
 # 20 steps of 8 samples, of which the first 2 warm up and the last 6 decay: 30 %. SwiGLU, since the slope of xIELU jumps
-# just left of 0, where two CPUs may fall on different sides.
+# just left of 0, where rounding on two CPUs may fall on different sides.
 RUN = """
     configs/tiny.py --n_layer=1 --n_embd=32 --ffn_dim=64 --n_head=2 --n_kv_head=1 --block_size=32 --activation=swiglu
     --goldfish_k=3 --goldfish_h=5 --eval_every=0 --last_eval_windows=4 --checkpoint_every=5 --keep_checkpoints=0
@@ -33,8 +33,8 @@ def data(tmp_path_factory):
 
 def corpus(root, *args):
     """
-    A data folder: 400 documents of 5 to 60 bytes in two sources. Most windows of 32 hold several of them. args: of
-    prepare.py.
+    Make a data folder with 400 documents of 5 to 60 bytes in two sources. Most windows of 32 hold several documents.
+    args: flags of prepare.py.
     """
     os.makedirs(root, exist_ok=True)
     files = [f"{root}/{name}.jsonl" for name in "ab"]
@@ -53,14 +53,14 @@ def ran(data, out, *args, **how):
 
 
 def trained(data, out, *args):
-    """The folder of a run that has ended well."""
+    """Train, which must succeed. Returns the run folder."""
     done = ran(data, out, *args)
     assert done.returncode == 0, done.stderr
     return out
 
 
 def log(out, key="step"):
-    """The entries of log.jsonl that have this key, without the times, which no two runs share."""
+    """The entries of log.jsonl that have this key, without times, which differ between runs."""
     lines = Path(out, "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [timeless(entry) for entry in map(json.loads, lines) if key in entry]
 
@@ -75,7 +75,7 @@ def steps(out):
 
 
 def equal(one, other):
-    """Whether two runs have logged the same steps and ended bit-exact."""
+    """Whether two runs have the same log of steps and bit-exact weights."""
     return log(one, "loss") == log(other, "loss") and same(weights(one), weights(other))
 
 

@@ -1,6 +1,6 @@
 """
 Start train.py, or another script, on n ranks in half a second instead of five: a server that has imported torch forks
-each rank, with the environment that torchrun would give it.
+the ranks, with the environment variables that torchrun would set.
 """
 import multiprocessing
 import os
@@ -17,9 +17,9 @@ server.set_forkserver_preload(PRELOAD.split())
 
 class Trial:
     """
-    The processes of one command, which write to the file `logs`; 0 ranks: one, without a launcher's environment.
+    The processes of one command, which write to the file `logs`. 0 ranks: one process without a launcher's environment.
 
-    fault() is called in each rank before the script begins. The product has no code for it.
+    Each rank calls fault() before the script begins, so that the product needs no code for faults.
     """
 
     def __init__(self, ranks, *args, script="train.py", fault=bool, logs):
@@ -37,7 +37,7 @@ class Trial:
             self.processes.append(process)
 
     def wait(self, grace=10):
-        """(exit codes, output). As under torchrun, a rank that fails takes the others down, `grace` seconds later."""
+        """Returns (exit codes, output). Like torchrun it kills the other ranks `grace` seconds after one has failed."""
         end = time.monotonic() + 300
         while None in (codes := [process.exitcode for process in self.processes]):
             if any(codes):
@@ -50,7 +50,7 @@ class Trial:
 
 
 def child(command, fault, log, env):
-    """A rank, in a process of its own."""
+    """Run one rank, in its own process."""
     import torch
 
     from engine import plot
@@ -64,11 +64,11 @@ def child(command, fault, log, env):
         for word in env.split()
     )
     torch.set_num_threads(1)
-    torch._inductor.config.compile_threads = 1             # more would be a pool of processes in each rank
+    torch._inductor.config.compile_threads = 1             # more would start a pool of processes in each rank
     if hasattr(os, "SCHED_BATCH"):
-        # Where ranks outnumber cores, the thread of gloo that is woken would interrupt the one that woke it.
+        # With more ranks than cores, a gloo thread that wakes up would otherwise interrupt the thread that woke it.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    plot.curves = lambda *args, **how: None                # not needed, and it takes time
+    plot.curves = lambda *args, **how: None                # plots are not needed and take time
     fault()
     sys.argv = command
     folder, script = os.path.split(command[0])

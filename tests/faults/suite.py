@@ -1,11 +1,11 @@
 """
 Faults injected into runs. After each one the final weights must be those of an undisturbed run.
 
-$ make faults                                          # all of it, and 500 kills
-$ python tests/faults/suite.py --kills=20              # fewer, and nothing is recorded
-$ python -m pytest tests/faults                        # the short form, also in `make test`
+$ make faults                                          # all faults, with 500 kills
+$ python tests/faults/suite.py --kills=20              # fewer kills, and no record
+$ python -m pytest tests/faults                        # the short form, part of `make test`
 
-A fault raises AssertionError where a promise is broken. All runs are exact (fp64 sums): bit-exact on any number of
+A broken promise raises AssertionError. All runs use --exact (fp64 sums), so they are bit-exact on any number of
 processes.
 """
 import itertools
@@ -29,10 +29,10 @@ from conftest import same, table, weights  # noqa: E402
 from engine import parallel, restore  # noqa: E402
 from faults.launch import Trial  # noqa: E402
 
-kills = 500          # kill -9
-record = ""          # a folder: keep the results there (faults.json, table.md); "" = print them only
+kills = 500          # how often runs are killed by SIGKILL
+record = ""          # folder for the results (faults.json, table.md); "" = only print them
 
-# What happens to the last rank of two, in step 12 or in all saves; exit codes; words of the output or the log; flags.
+# The fault of the last rank of two, in step 12 or in all saves; exit codes; words of the output or log; flags.
 DISTURBANCES = table("""
 full disk | 2    | (failed 2 times in a row                   | --save_failures=2 --checkpoint_every=3
 nan       | 2    | step 12: loss                              |
@@ -55,11 +55,11 @@ class Lab:
         said(self.start(self.whole, 0))
 
     def fresh(self):
-        """A free path in the laboratory's folder."""
+        """A path below the folder that does not exist yet."""
         return Path(tempfile.mkdtemp(dir=self.folder), "run")
 
     def start(self, run, ranks, *more, fault=bool):
-        """A Trial that resumes a run on these ranks; ranks = 0: plain `python train.py`."""
+        """A Trial that starts or resumes a run on these ranks; 0 ranks: plain `python train.py`."""
         flags = "--exact", "--resume", "--micro_batch=2", f"--data={self.data}", f"--out={run}"
         return Trial(ranks, *trained.RUN, *flags, *more, fault=fault, logs=f"{run}.log")
 
@@ -68,21 +68,21 @@ class Lab:
         return trained.killed_after(self.whole, self.fresh(), 10)
 
     def must_end_well(self, run):
-        """Resumed without a fault, on any number of ranks, a run ends with the weights of the whole run."""
+        """Resume a run without a fault, on 1, 2 or 4 ranks. Its weights must be the whole run's. Returns the output."""
         text = said(self.start(run, random.choice([1, 2, 4])))
         assert same(weights(run), weights(self.whole))
         return text
 
 
 def said(trial, codes="0"):
-    """The output of a run, each of whose ranks ends with one of these exit codes."""
+    """The output of a run. Asserts that each rank ends with one of these exit codes."""
     found, text = trial.wait()
     assert set(map(str, found)) <= set(codes.split()) and "Traceback" not in text, (found, text[-3000:])
     return text
 
 
 def kill(lab, times):
-    """At any moment, or in a save, of one or all ranks."""
+    """Kill one or all ranks, at any moment or during a save."""
     while times > 0:
         run = lab.fresh()
         for _ in range(3):
@@ -95,13 +95,13 @@ def kill(lab, times):
                 process.kill()
             codes, _ = trial.wait(grace=1)
             times -= -9 in codes
-        # A run that was killed in its last moments is finished already.
+        # A run may have finished just before it was killed.
         (run / "summary.json").unlink(missing_ok=True)
         lab.must_end_well(run)
 
 
 def flip_bits(lab, times):
-    """One bit of any file of a checkpoint is noticed, and the checkpoint before it is used."""
+    """A flipped bit in any file of a checkpoint is noticed, and the checkpoint before it is used."""
     run = lab.stopped()
     newest = run / "ckpt" / "step-00000010"
     for _ in range(times):
@@ -113,12 +113,12 @@ def flip_bits(lab, times):
         with pytest.raises(OSError):
             restore.verified(newest)
         path.write_bytes(before)
-    path.write_bytes(after)                                # the last one stays
+    path.write_bytes(after)                                # the last flipped bit stays
     assert f"resumed from {run}/ckpt/step-00000005" in lab.must_end_well(run)
 
 
 def disturbance(lab, how, codes, words, flags):
-    """A stopped run that one of DISTURBANCES has met says so; if that has ended it, it resumes from its checkpoint."""
+    """A run that meets one of DISTURBANCES prints its words; if it ended early, it resumes to the same weights."""
     run = lab.stopped()
     text = said(lab.start(run, 2, *flags.split(), fault=partial(disturb, how)), codes)
     assert words in text + (run / "log.jsonl").read_text()
@@ -128,7 +128,7 @@ def disturbance(lab, how, codes, words, flags):
 
 def disturb(how):
     if how == "full disk":
-        # Only files of a checkpoint are larger than 20 kB. It is EFBIG instead of ENOSPC.
+        # Only files of a checkpoint are larger than 20 kB. The error is EFBIG instead of ENOSPC.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         return

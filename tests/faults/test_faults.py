@@ -1,4 +1,4 @@
-"""The short form of suite.py: every fault a few times. `make faults` does it in earnest."""
+"""The short form of suite.py: fewer repetitions of each fault. `make faults` runs them all."""
 import pytest
 
 from faults import suite
@@ -17,7 +17,7 @@ def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_used(lab):
     suite.flip_bits(lab, 200)
 
 
-# A stopped rank is noticed by the others' timeouts alone.
+# SIGSTOP is slow: only the other ranks' timeouts notice a stopped rank.
 @pytest.mark.parametrize("row", [
     pytest.param(row, marks=[pytest.mark.slow] * ("SIGSTOP" in row))
     for row in suite.DISTURBANCES
