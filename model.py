@@ -33,8 +33,8 @@ from loss import ChunkedCrossEntropy, at_least_fp32, chunk_loss
 class ApertusConfig:
     """The defaults are the 8B model in pretraining (Table 1); configs/*.py set the same names."""
     block_size: int = 4096          # T, the window in tokens
-    vocab_size: int = 131072        # V
-    n_layer: int = 32               # L
+    vocab_size: int = 131072        # V, the vocabulary; train.py: 0 = that of the data
+    n_layer: int = 32               # L, the layers
     n_head: int = 32                # H, query heads
     n_kv_head: int = 8              # grouped-query attention; n_head = multi-head, 1 = multi-query
     n_embd: int = 4096              # C, the width
