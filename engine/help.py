@@ -1,4 +1,4 @@
-"""The text of --help, and hints in error messages of configurator.py: the setting meant, the package missing."""
+"""The text of --help, and hints in configurator.py's error messages: the intended setting, the missing package."""
 
 import difflib
 import inspect
@@ -44,7 +44,7 @@ def print_help(script, namespaces, settings, beyond=None):
         comments = dict(re.findall(r"(?m)^ *(\w+).* = .*?  # *(.*)", text))
         for key, value in settings(space).items():
             if key not in shown:
-                # The other arguments, which have no flag.
+                # PATHS are the arguments without a flag.
                 name = "PATHS" if key == "paths" else f"--{key}={value!r}"
                 print(f"  {name}".ljust(38), comments.get(key, ""))
                 shown.add(key)
