@@ -275,8 +275,8 @@ def check(file, text_field="text", encoding=""):
 
 def parts_of(file):
     """
-    Yield the parts of a file, as check() returns them: parquet by row groups, uncompressed JSON lines by about 4 MB. Other
-    files are one part. Files on the hub, and those that were not checked, are not read here.
+    Yield the parts of a file, as check() returns them: parquet by row groups, uncompressed JSON lines by about 4 MB.
+    Other files are one part. Files on the hub, and those that were not checked, are not read here.
     """
     path, kind, size = file["path"], kind_of(file["path"]), file.get("bytes", 0)
     begin = first = 0
