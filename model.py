@@ -387,7 +387,7 @@ class Apertus(nn.Module):
         idx (B, T) int64. Without targets: logits (B, T, V), None; with `last` those of the last position, (B, V). With
         targets (B, T): None, loss, the mean over kept positions.
 
-        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never have. n_tokens: divide by
+        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never do. n_tokens: divide by
         this, the kept tokens of the whole step, instead of by those of this batch, so that gradients of several batches
         and ranks add up. per_token: return the negative log-likelihoods (B, T) in nats instead of their mean, in fp32
         and without gradient; those of targets below 0 are meaningless. doc and positions: as in hidden().

@@ -8,7 +8,7 @@ Checkpoints that survive a kill and are safe to load.
 All or nothing. A checkpoint is written under a temporary name, flushed to disk, and then renamed. Under its final name
     it is whole, or it does not exist.
 Every file is hashed, because torch.save, DCP and safetensors all load a flipped bit without an error. A run resumes
-    from the newest checkpoint whose hashes hold.
+    from the newest checkpoint whose hashes all match.
 Loading runs no code of the file: safetensors and JSON, no pickle. (DCP's own .metadata is a pickle, and torch.load of
     an untrusted file runs code.)
 

@@ -21,8 +21,8 @@ def spin_briefly():
     of 300,000.
 
     If another program uses a core, the thread that shares it is late at every barrier. The others would spin for
-    milliseconds and keep it from moving to their cores: 1,000 are as fast on an idle machine, and 5 times as fast
-    on a busy one (records/README.md). Threads and results stay the same.
+    milliseconds and keep it from moving to their cores: 1,000 checks are as fast on an idle machine, and 5 times as
+    fast on a busy one (records/README.md). Threads and results stay the same.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "1000"

@@ -20,7 +20,7 @@ iterations=total_samples epochs=total_samples num_epochs=total_samples
 
 
 def suggestion(key, known):
-    """The settings that an unknown one may mean, as the end of a sentence. known: the names of all settings."""
+    """The settings that an unknown name may mean, as the end of a sentence. known: the names of all settings."""
     others = dict(pair.split("=") for pair in OTHERS.split())
     near = [others[key]] if others.get(key) in known else difflib.get_close_matches(key, known)
     return f", did you mean {' or '.join(map(repr, near))}?" if near else "; --help lists them"

@@ -137,7 +137,7 @@ def commands_that_fit(takes, settings, shards, room, doublings):
     most = settings["micro_batch"]
     modes = MODES[MODES.index(settings["recompute"]):]
     dtypes = [settings["state_dtype"]] + ["bfloat16"] * (settings["optimizer"] == "ademamix")
-    # More devices come before bf16 states, because these change the optimizer.
+    # More devices come before bf16 states, since bf16 changes the optimizer.
     tried = [(devices, dict(micro_batch=rows, recompute=mode, state_dtype=dtype, parallel="fsdp"))
              for dtype in dtypes
              for devices in [shards * 2**n for n in range(1 + doublings)]

@@ -263,8 +263,8 @@ def square_norm(model, ranks):
 @contextlib.contextmanager
 def stop_signals(names=("SIGTERM", "SIGUSR2")):
     """
-    A list that fills when one of these signals arrives. The loop reads it between steps; the handler must do no more,
-    since it may interrupt an all-reduce.
+    A list that fills when one of these signals arrives. The loop reads it between micro-batches; the handler must do no
+    more, since it may interrupt an all-reduce.
 
     A signal to one rank ends all of them, and torchrun, with exit code 0. torchrun passes a SIGTERM on to its ranks. It
     passes SIGUSR2 on only with --signals-to-handle; without that, it dies and the ranks continue.

@@ -73,7 +73,7 @@ NAMED = ("language", "lang", "language_script", "license")
 
 
 def id_hash(doc_id):
-    """A 64-bit integer that depends on the id alone. Training reads documents in its order."""
+    """A 64-bit integer that depends on the id alone. Shards hold documents in the order of this number."""
     return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:8])
 
 

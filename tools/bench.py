@@ -57,8 +57,8 @@ tokens = 64                 # tokens to generate in `decode`
 seed = 28                   # of weights and batches
 out = "out/bench"           # folder of the record, MODE-PRESET-DTYPE.json
 
-# documents: their mean length in tokens, with Goldfish; 0 = plain causal windows. 8b-stack has eight layers of the 8B,
-# because no GPU holds all 32 with their optimizer.
+# documents: their mean length in tokens; 0 = plain causal windows. 8b-stack has eight layers of the 8B, because no GPU
+# holds all 32 with their optimizer.
 SHAPES = """
 preset    documents  batch  block_size  n_layer  n_head  n_kv_head  n_embd  ffn_dim  vocab_size  tie_embeddings
 cpu               0      4         512        6       6          2     384     2048       16384           false
