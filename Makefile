@@ -3,7 +3,7 @@ PY = .venv/bin/python
 CONFIG = configs/laptop.py
 RUN = out/laptop
 DATA = data/stdlib
-# What the finished run goes on from: a signature, and the first sentence of its docstring
+# The prompt for the finished run: a signature, and the first sentence of its docstring
 PROMPT = 'def read(self, size=-1):\n    """Read and return up to size bytes.'
 ALIGN =
 SEEDS = 1
@@ -14,8 +14,8 @@ RUNS = 20
 
 .PHONY: train recipe align ablate memorize faults flakes test test-all gpu clean
 
-# Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20". One that
-# multiplies in bf16 reads five million tokens and more in that time, enough for four layers: --n_layer=4
+# Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20". A machine
+# with bf16 hardware reads over five million tokens in that time, enough for four layers: --n_layer=4
 train: $(RUN)/summary.json
 	$(PY) sample.py --init_from=$(RUN) --start="$$(printf $(PROMPT))" --temperature=0.7 --max_new_tokens=120
 	@echo "the curve: $(RUN)/loss.png   the log: $(RUN)/log.jsonl   another sample: $(PY) sample.py --init_from=$(RUN) --seed=1"
@@ -26,7 +26,7 @@ $(RUN)/summary.json: | $(DATA)/meta.json
 $(DATA)/meta.json: | .venv/ready
 	$(PY) prepare.py --out=$(DATA)
 
-# The whole chain on an invented world, and a page of what came of it: out/recipe/report.md. SEEDS=3: three times as long
+# The whole chain on an invented world, and a report: out/recipe/report.md. SEEDS=3 takes three times as long
 recipe: .venv/ready
 	$(PY) -m studies.recipe --seeds=$(SEEDS)
 
@@ -38,22 +38,22 @@ ablate: | $(DATA)/meta.json
 	$(PY) -m studies.ablate $(STUDY) --data=$(DATA)
 	$(PY) -m studies.ablate --overview
 
-# What a small model recites, with and without Goldfish: make memorize BOOKS="a.txt b.txt" (nothing: the standard library)
+# What a small model recites, with and without Goldfish: make memorize BOOKS="a.txt b.txt" (else the standard library)
 memorize: .venv/ready
 	$(PY) -m studies.memorize $(BOOKS)
 
-# Everything that can go wrong with a run, done to it on purpose: results/faults. KILLS more than the record has; 500 take half an hour
+# Inject faults into runs, KILLS of them kill -9, and write results/faults; 500 kills take half an hour
 faults: .venv/tests
 	$(PY) tests/faults/suite.py --kills=$(KILLS) --record=results/faults
 
-# The tests of several processes, RUNS times in a row: stops at the first that fails
+# The tests of several processes, RUNS times in a row, until one fails
 flakes: .venv/tests
 	for i in $$(seq $(RUNS)); do OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/test_parallel.py tests/faults || exit 1; done
 
 test: .venv/tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
 
-# The slow ones too
+# The slow tests too
 test-all: test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m alone tests/test_lesson.py

@@ -33,11 +33,11 @@ def ademamix(
     """
     One step for one tensor, in place.
 
-    p, g, m1, m2, v: one shape. The rest are 0-d tensors: torch.compile would take Python numbers for
+    p, g, m1, m2, v: the same shape. The rest are 0-d tensors: torch.compile would treat Python numbers as
     constants, but lr, alpha and b3 change every step. w = 1 - b, computed in fp64:
     1 - 0.9999 in fp32 is off by 1.7e-4 relative. fix1 = 1 / (1 - b1^t), fix2 = 1 / sqrt(1 - b2^t).
     """
-    # Clipping happens here, where the gradient is read anyway: a pass of its own would read it twice.
+    # Clipping happens here, where the gradient is read anyway: a separate pass would read it twice.
     g = g.to(v.dtype) * grad_scale
     fast = m1 + w1 * (g - m1)
     slow = m2 + w3 * (g - m2)
@@ -112,8 +112,8 @@ class AdEMAMix(torch.optim.Optimizer):
 
         grad_scale: number or 0-d tensor that multiplies every gradient: min(1, clip / norm) clips by the norm.
         """
-        # Imported here, to keep this file about the method. updater() applies ademamix() to each row, compiled, small
-        # rows together; averages in bf16 it rounds, the slow one at random by a hash of t.
+        # Imported here, to keep this file about the method. updater() applies ademamix() to each row, compiled and with
+        # small rows joined. It rounds a slow average in bf16 stochastically, by a hash of the element and t.
         from engine.averages import updater
         from engine.parallel import local
 
@@ -151,8 +151,8 @@ class AdEMAMix(torch.optim.Optimizer):
 
     def new_state(self, p):
         """
-        Zeros like p, DTensor for DTensor, so that a distributed checkpoint can save and reshard them with it: fp32 or
-        more for the squares, and state_dtype for the averages.
+        States of zeros, DTensors if p is one, so that a distributed checkpoint saves and reshards them with p. The
+        squares are fp32 or more, the averages state_dtype (fp64 if p is).
         """
         square = torch.promote_types(p.dtype, torch.float32)
         average = square if square == torch.float64 else self.defaults["state_dtype"]
@@ -170,7 +170,7 @@ class AdEMAMix(torch.optim.Optimizer):
 
 def param_groups(model, weight_decay=0.1):
     """
-    Two groups for AdEMAMix or AdamW, as Apertus: matrices, including the embedding and the head, with
+    Two groups for AdEMAMix or AdamW, as in Apertus: matrices, including the embedding and the head, with
     weight_decay; RMSNorm and q/k gains and xIELU scalars (shape (1,)) without: a gain that decays to 0
     switches its channel off.
     """
@@ -187,7 +187,8 @@ def build_optimizer(
     """
     The optimizer of a model by name: "ademamix", or for comparison "adamw", which uses the first two betas.
 
-    Warm-ups in steps. compile: as in AdEMAMix. state_dtype: of its two averages, a name. ValueError: another name.
+    Warm-ups in steps. compile: as in AdEMAMix. state_dtype: of AdEMAMix' two averages, a string. ValueError: an
+    unknown name or dtype.
     """
     check_states(name, state_dtype)
     groups = param_groups(model, weight_decay)

@@ -3,7 +3,7 @@ Configuration without a framework: the plain globals at the top of a script are 
 
     python train.py configs/8b.py configs/long/8k.py --lr=3e-4 --compile
 
-    1. `name = value  # what it is` at the top of the script: the default, its type, and its line in --help
+    1. `name = value  # meaning` at the top of the script: the default, its type, and its line in --help
     2. every config file on the command line overrides them, later files win; configs/8b.py, config/8b.py and 8b are the
        same file. A file may read the settings so far from the dict `_before` (configs/long)
     3. --key=value (or --key value) overrides the files; --flag alone means True
@@ -69,13 +69,13 @@ def config_file(arg):
 
 
 def read_config(file, before=()):
-    """The settings that a config file makes. It is executed. before: the settings so far."""
+    """The settings of a config file, which is executed. before: the settings so far."""
     found = runpy.run_path(file, dict(_before=before))
     return settings(found) | {key: found[key] for key in found.keys() & {*before}}
 
 
 def literal(text):
-    """The value that a text spells in Python, without running it; the text itself if it spells none."""
+    """The value of a text that is a Python literal, without running code; else the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError):
@@ -88,8 +88,8 @@ def configure(namespace, argv=None, *more):
 
     namespace: the script's globals. argv: default sys.argv[1:]. more: other globals or objects whose settings are set
     by the same files and flags. A script that has a global `paths` gets every other argument there. `_asked` in its
-    globals has the names that the user has set, the latest last. ValueError, one line, for what cannot be used; its
-    attribute `unknown` is the name of a setting that does not exist.
+    globals has the names that the user has set, the latest last. ValueError, one line, for an argument that cannot
+    be used; if a setting does not exist, its name is the error's attribute `unknown`.
     """
     spaces = [names(space) for space in (namespace, *more)]
     defaults = settings(*spaces)
@@ -138,7 +138,10 @@ def configure(namespace, argv=None, *more):
 
 
 def attached(name):
-    """The module of this name. This is the only way by which a script of the root reaches a room above it."""
+    """
+    The module of this name. Scripts of the root import from other folders than engine/ by this function alone, except
+    prepare.py, which imports corpus/ directly.
+    """
     return importlib.import_module(name)
 
 
@@ -156,9 +159,9 @@ def run(main, *namespaces, beyond=""):
     Configure a script and run it.
 
     namespaces: the globals of the script, and of other scripts, or objects, whose settings it has too; the last globals
-    are the script's own. beyond: a module that takes the command line over, by its function take_over(), if that
-    names a setting that only this module has. A ValueError or OSError that our own code raises, or a package that it
-    misses, is for the user: one line on stderr, exit code 2. Any other error is a bug and keeps its traceback.
+    are the script's own. beyond: a module whose take_over() replaces main() if the command line has a setting that
+    only this module has. A ValueError or OSError that our own code raises, or a missing package, is for the user: one
+    line on stderr, exit code 2. Any other error is a bug and keeps its traceback.
     """
     script = [space for space in namespaces if isinstance(space, dict)][-1]
     try:

@@ -11,7 +11,7 @@ cipher permutes the window numbers: a Feistel network is a bijection whatever it
 compute every sample, so 1 and 512 ranks see the same data, and a resumed run needs only its step number.
 
 Several sources (sets of shards in one folder) are one stream, in proportion to their sizes, as Apertus mixed them. Or
-each source is a stream of its own, and a weight gives its share of the samples. All of it is arithmetic on g.
+each source is a stream of its own, and a weight gives its share of the samples. Both are arithmetic on g.
 
 $ python data.py data/stdlib                              # its sources, and one window as the model sees it
 $ python data.py data/edu data/german --join=data/both    # a folder with the sources of both; copies no tokens
@@ -35,7 +35,7 @@ from goldfish import goldfish_mask
 
 
 def feistel(x, half, keys):
-    """Encrypt an array of uint64 of 2 * half bits: each round swaps the halves and adds noise to one of them."""
+    """Encrypt an array of uint64 of 2 * half bits: each round swaps the halves, XORing one with a hash of the other."""
     mask = (1 << half) - 1
     left, right = x >> half, x & mask
     for key in keys:
@@ -96,7 +96,7 @@ def mapped(path, stamped):
     """The tokens of a shard, a 1-D .npy, mapped into memory. ValueError if it was replaced after stamp(path)."""
     if stamp(path) != stamped:
         raise ValueError(f"{path} was replaced during the run: --resume checks whether the data are the same")
-    # Still the mapped file, but slicing a plain array takes less time than slicing np.memmap.
+    # This is still the mapped file, but slicing a plain array takes less time than slicing np.memmap.
     return np.asarray(np.lib.format.open_memmap(path, mode="r"))
 
 
@@ -155,12 +155,12 @@ class TokenDataset:
     """
     The windows of one split ("train" or "val") of a folder that prepare.py wrote.
 
-    sources: names in meta.json, None = all. They are one stream, in proportion to their sizes, as Apertus; a name given
-    twice counts twice. Or {name: weight}: each source is a stream of its own, shuffled and repeated separately, with
-    its share of the samples.
+    sources: names in meta.json, None = all. They are one stream, in proportion to their sizes, as in Apertus; a name
+    given twice counts twice. Or {name: weight}: each source is a stream of its own, shuffled and repeated separately,
+    with its share of the samples.
 
     goldfish_k > 0 drops 1/k of the targets. goldfish_scope 'stream' hashes across the window's start, 'window'
-    (Apertus) does not: goldfish.py explains why it matters. exempt: ids that it never drops.
+    (Apertus) does not: goldfish.py explains why it matters. exempt: ids that Goldfish never drops.
 
     ValueError: a source is missing, or has less text than one window; wrong settings of Goldfish.
     """
@@ -228,8 +228,8 @@ class TokenDataset:
         stream = np.zeros_like(samples)
         number = samples
         if self.slots is not None:
-            # Each weight is a number of slots, 10,000 in all. So many samples in a row are a permutation of the slots:
-            # proportions are exact, and each source goes on with its windows where the last cycle left it.
+            # Each weight is a number of slots, 10,000 in all. Each cycle of 10,000 samples is a permutation of the
+            # slots, so proportions are exact, and each source continues after its windows of the last cycle.
             cycle, j = np.divmod(samples, self.slots[-1])
             slot = by_epoch(cycle, j, int(self.slots[-1]), ~self.seed)
             stream = np.searchsorted(self.slots, slot, side="right") - 1
@@ -280,9 +280,9 @@ class TokenDataset:
 
     def bits_per_byte(self, nats_per_token):
         """
-        Mean loss per predicted token (nats) -> bits per byte of text, a unit that no tokenizer changes.
+        Mean loss per predicted token (nats) -> bits per byte of text, which do not depend on the tokenizer.
 
-        Tokens per byte are those of the whole split: of a mean over some windows this is an estimate.
+        Tokens per byte are those of the whole split, so for a mean over some of its windows this is an estimate.
         """
         # All tokens are predicted except the first of each document.
         n_predicted = sum(part["tokens"] - part["documents"] for part in self.parts)
@@ -299,8 +299,8 @@ VOCABULARY = ("tokenizer_hash", "vocab_size", "bos", "eos")
 
 def version(meta):
     """
-    The hash that identifies a version of a data set: of all of meta.json, and so of every token. meta.json, the report,
-    and the config.json and checkpoints of every run contain it.
+    The hash that identifies a version of a data set. It covers all of meta.json, and so every token. meta.json, the
+    report, and the config.json and checkpoints of every run without stages contain it.
     """
     rest = dict(meta)
     rest.pop("version", None)

@@ -6,7 +6,7 @@ Text from a model: sampling, and the cache of keys and values that makes a new t
 
 A token is drawn from softmax(logits / temperature), without the tail that top_k or top_p cuts off. Keys and values of
 the past never change, so they are kept: the prompt is read once, and each further step reads one token per row. The
-model does not know of the cache, which replaces Attention.attend in each layer while it is asked for logits. The cache
+model does not know of the cache, which replaces Attention.attend in each layer while text is generated. The cache
 grows with the text, or it is *fixed*: each step then has the same shapes, as torch.compile and CUDA graphs need, and
 attention spans the whole buffer.
 
@@ -58,7 +58,8 @@ def stream(model, idx, max_new_tokens, stop=(), compile=False, cache=None, **sam
     """
     generate(), one step at a time: yields the next tokens (B,). Ends early when all rows have ended.
 
-    cache: a KVCache of the first tokens of idx, to read only the others; it grows. The last token yielded stays unread.
+    cache: a KVCache of the first tokens of idx, so that only the others are read. It grows; the last token yielded is
+    not in it.
     """
     prompts = [*map(torch.as_tensor, idx)]
     lengths = torch.tensor([*map(len, prompts)])
@@ -69,7 +70,7 @@ def stream(model, idx, max_new_tokens, stop=(), compile=False, cache=None, **sam
     x = pad_sequence(prompts, True, padding_side="left").to(device, torch.long)
     B, T = x.shape
     padding = (T - lengths).to(device) if lengths.min() < T else None
-    # Few sizes of the cache mean few compilations.
+    # A compiled step is compiled anew for each size of the cache: multiples of 256 keep them few.
     size = T + max_new_tokens
     cache = cache or KVCache(model, B, size + -size % 256 if compile else size, padding)
     cache.grow(size)
@@ -110,7 +111,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
         logits = logits.masked_fill(logits < largest[:, -1:], -math.inf)
     if top_p and top_p < 1:
         p, order = logits.softmax(-1).sort(descending=True)         # (B, V)
-        # A token is outside if the larger ones before it have enough probability already.
+        # A token is outside if the more probable ones have enough probability already.
         outside = p.cumsum(-1) - p >= top_p
         logits = logits.masked_fill(outside.scatter(1, order, outside), -math.inf)
     token = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
@@ -118,11 +119,11 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
 
 
 def next_logits(model, x, cache):
-    """The newest tokens (B, T) -> logits of the next (B, V). A long prompt is read in chunks."""
+    """The newest tokens (B, T) -> logits of the next token (B, V). A long prompt is read in chunks."""
     for part in x.split(CHUNK, dim=1):
         positions = cache.begin(part.shape[1])
         logits, _ = model(part, positions=positions, last=True)
-    # A compiled step would have to return these as outputs.
+    # Cleared, since a compiled step would have to return them as outputs.
     cache.here = cache.mask = None
     return logits
 
@@ -131,7 +132,7 @@ def next_logits(model, x, cache):
 def compiled_step(device):
     """next_logits for a fixed cache, compiled for a type of device."""
     # A CUDA graph is one launch per step instead of hundreds. On a CPU xIELU has more operations than this
-    # threshold: so it is stored and not computed anew for every output of the next matrix.
+    # threshold, so its result is stored, and not computed anew for every output of the next matrix.
     how = dict(mode="reduce-overhead") if device == "cuda" else dict(options={"realize_opcount_threshold": 12})
     return torch.compile(next_logits, fullgraph=True, **how)
 
@@ -146,7 +147,7 @@ class KVCache:
 
     def __init__(self, model, batch, size, padding=None):
         config = model.config
-        weight = local(model.model.embed_tokens.weight)    # a shard makes plain tensors too
+        weight = local(model.model.embed_tokens.weight)    # new_zeros() of a DTensor would be one too
         shape = batch, config.n_kv_head, size, config.head_dim
         new = functools.partial(weight.new_zeros, shape, dtype=model.dtype or weight.dtype)
         # A single buffer for all layers would be copied at every layer by a compiled step.
@@ -166,8 +167,8 @@ class KVCache:
 
     def fix(self):
         """
-        From here on each step has the same shapes and addresses: the length is a tensor, and attention spans the whole
-        buffer. Nothing checks any more whether there is room.
+        Give each further step the same shapes and addresses: the length becomes a tensor, and attention spans the whole
+        buffer. From then on nothing checks whether there is room.
         """
         self.fixed = True
         self.length = torch.tensor(self.length, device=self.padding.device)

@@ -1,21 +1,22 @@
 """
-Goldfish loss: which labels the loss drops, so that the model cannot recite what it has read a hundred times.
+Goldfish loss: drop some labels from the loss, so that the model cannot recite a text that it has read a hundred times.
 
     loss = - sum_i keep_i log p(x_i | x_<i) / sum_i keep_i      keep_i = 0  if  hash(x_{i-h+1}, ..., x_i) < 1/k,  else 1
 
-The hash sees the last h labels and nothing else, so a passage that comes back drops the same labels
-every time: they are never trained on, must be guessed, and recitation breaks at the first wrong
-guess. A mask drawn at random would drop others each time, and in the end every label would be trained.
-The limits: the first h-1 labels of a window are kept, and a copy with one other token has another mask
-for h labels. How much is recited, with and without: results/memorize/table.md.
+The hash sees the last h labels and nothing else, so a repeated passage drops the same labels every
+time: they are never trained on, the model has to guess them, and recitation breaks at the first wrong
+guess. A random mask would drop other labels each time, and in the end every label would be trained.
+Two limits: the first h-1 labels of a window are kept, and one changed token changes the mask of h
+labels. How much is recited, with and without: results/memorize/table.md.
 Source: Hans et al. (arXiv 2406.10209) sec. 3; Apertus report (arXiv 2509.14233) sec. 2.3, k = h = 50.
 
-hash='product', what Apertus trained with, bit for bit:  table[(x_{i-h+1} ... x_i) mod 1,000,003]
+hash='product', Apertus' own, bit-exact:  table[(x_{i-h+1} ... x_i) mod 1,000,003]
     The product wraps around in int64, and its remainder is not negative. An even id brings a factor of two,
     and 64 of them (or one id 0) make the product 0, which reads table[0] = 0.23368 whatever the text says.
-    The table is uniform in [0, 1), and a label is dropped below 1/k. So those of product 0 are *never*
+    The table is uniform in [0, 1), and a label is dropped below 1/k. So labels of product 0 are *never*
     dropped at k = 50 and *always* at k <= 4. Products with 52 or more factors of two take few values, and
-    drop 1.2 to 1.6 %. Apertus therefore dropped not 2 % of its labels but fewer; how many depends on the text:
+    1.2 to 1.6 % of their labels are dropped. Apertus therefore dropped not 2 % of its labels but fewer;
+    how many depends on the text:
 
         h = 50, Apertus' ids            product = 0    dropped at k = 50    at k = 4
         Python's standard library           19 %            1.44 %            40 %
@@ -23,20 +24,20 @@ hash='product', what Apertus trained with, bit for bit:  table[(x_{i-h+1} ... x_
         tables (encodings/*.py)             84 %            0.20 %            89 %
         the library as bytes (their ids)    92 %            0.10 %            94 %
 
-    At h <= 24 almost no product is 0, and 1/k is dropped.
+    At h <= 24 almost no product is 0, and 1/k of the labels are dropped.
 
 hash='mix', ours:  finalizer(x_{i-h+1} A^{h-1} + ... + x_{i-1} A + x_i  mod 2^64) / 2^64
     drops 1/k for any ids and any h, and sees the order of the labels, which the product does not.
 
-hash='coef', the Apertus 2 trainer's, bit for bit:  table[(c_1 x_{i-h+1} + ... + c_h x_i) mod 1,000,003]
+hash='coef', the Apertus 2 trainer's, bit-exact:  table[(c_1 x_{i-h+1} + ... + c_h x_i) mod 1,000,003]
     drops 1/k too: the c are fixed and odd, so one even id or one 0 does not make the sum 0.
 
 Scope. Apertus hashes each window of block_size labels by itself (context=None): the first h-1 labels
-have no full hash and are kept. At 4096 that hardly matters. At 256, a passage read
-128 times at random offsets has each label that should be dropped trained 128 * 49 / 256 = 24 times.
+have no full hash and are kept. At 4096 that hardly matters. At 256, reading a passage
+128 times at random offsets trains each label that should be dropped 128 * 49 / 256 = 24 times.
 With context = the h-1 tokens before the window, the same passage has the same mask wherever it is cut.
 
-$ python goldfish.py FILES [--tokenizer=byte] [--k=4] [--h=13]     # drop rates of a text, and a passage with its gaps
+$ python goldfish.py FILES [--tokenizer=byte] [--k=4] [--h=13]     # drop rates of a text, a passage with drops marked
 """
 
 import functools
@@ -54,7 +55,7 @@ paths = []              # text files; default: this file
 
 TABLE_SIZE = 1_000_003
 SEED = 2971215073
-A = 6364136223846793005  # Knuth's MMIX multiplier: s <- A s + x is his random generator, fed with labels
+A = 6364136223846793005  # multiplier of Knuth's MMIX generator s <- A s + c; here c is the label
 
 
 def goldfish_mask(labels, k=50, h=50, hash="product", context=None, exempt=()):
@@ -63,7 +64,7 @@ def goldfish_mask(labels, k=50, h=50, hash="product", context=None, exempt=()):
 
     labels (T,) or (B, T) int32 or int64 on the CPU. k > 1: one label in k is dropped. h >= 1: labels
     that the hash sees, the dropped one included. hash 'product' (Apertus, bit-exact), 'mix', or 'coef'
-    (Apertus 2, bit-exact). context (c,) or (B, c): the tokens before the labels, c = h-1 to hash them all;
+    (Apertus 2, bit-exact). context (c,) or (B, c): the tokens before the labels, c = h-1 to hash every label;
     with fewer or None (c = 0) the first h-1-c labels are kept. exempt: ids that are never dropped. Returns
     a bool tensor of labels' shape. ValueError for a wrong type or value. Sources: apply_goldfish in
     swiss-ai/Megatron-LM and swiss-ai/Megatron-LM-MoE.
@@ -115,7 +116,7 @@ def window_product(x, h):
 
 
 def window_sum(x, h):
-    """x (..., T) int64 -> (..., T-h+1) int64: h neighbours times fixed odd numbers, added, wrapping around."""
+    """x (..., T) int64 -> (..., T-h+1) int64: sum of h neighbours times fixed odd numbers, wrapping around."""
     generator = torch.Generator().manual_seed(SEED + h)
     odd = torch.randint(2**62, (h,), generator=generator).numpy() | 1
     n = max(0, x.shape[-1] - h + 1)
@@ -139,7 +140,7 @@ def window_mix(x, h):
     """
     x (..., T) int64 -> (..., T-h+1) uint64, uniform: a polynomial in A, then the finalizer of SplitMix64.
 
-    A is odd, so no label loses bits as it ages; A has a good spectrum (Knuth, TAOCP 3.3.4), so small
+    A is odd, so products with it lose no bits; A has a good spectrum (Knuth, TAOCP 3.3.4), so small
     differences of ids do not cancel: windows of 50 ids below 2^17 that differ in one or two labels
     never collide (tested, all pairs). The finalizer (Steele et al. 2014) turns a counter into random
     numbers, so all 64 bits depend on the last label too.

@@ -4,8 +4,8 @@ Cross-entropy without the logits of all positions.
     loss = sum_n weights[n] * -log softmax(h[n] @ head.T)[targets[n]]
 
 At V = 131,072 the fp32 logits of one window of 4,096 tokens take 2.1 GB, and the usual loss keeps three copies of
-them. Here only one chunk of rows exists at a time, and its gradient, softmax minus one-hot, is formed at once, in the
-forward pass: three matrix products as always, and nothing is computed twice.
+them. Here only one chunk of rows exists at a time. Its gradient, softmax minus one-hot, is computed with its loss in
+the forward pass: three matrix products as always, and nothing is computed twice.
 
 Shapes: N = B*T positions, C channels, V vocabulary.
 """
@@ -14,12 +14,12 @@ import torch
 
 
 def at_least_fp32(x):
-    """bf16 and fp16 become fp32, fp64 stays: sums and exponentials are computed in this."""
+    """x in fp32, or in fp64 if it is fp64: the precision of sums and exponentials."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def chunk_loss(h, w, targets, weights, train):
-    """One chunk of rows: nll (rows,), and if train, weights times d nll / d logits (rows, V)."""
+    """One chunk of rows: nll (rows,) and, if train, weights * d nll / d logits (rows, V), else None."""
     z = at_least_fp32(h @ w.T)                             # (rows, V)
     targets = targets[:, None]
     own = z.gather(1, targets)[:, 0]                       # (rows,)  the logits of the targets
@@ -42,9 +42,9 @@ def chunk_rows(V, device, trained=True):
     """
     How many rows of logits (rows, V) exist at a time: 512 of 131,072, which take 268 MB in fp32.
 
-    A small vocabulary on a CPU takes 16 MB, which stay in its cache. On a GPU the number is doubled if the head is
-    trained, because each chunk reads and writes the head's gradient. A power of two, like batch sizes: a remainder
-    would be another shape to compile.
+    With a small vocabulary on a CPU they take at most 16 MB, which stay in its cache. On a GPU the number is doubled if
+    the head is trained, because each chunk reads and writes the head's gradient. It is a power of two, like batch
+    sizes: a remainder would be another shape to compile.
     """
     most = 2**26
     if device.type == "cpu" and V <= 2**14:
@@ -55,7 +55,7 @@ def chunk_rows(V, device, trained=True):
 
 
 def add_product(total, a, b):
-    """total += a @ b, where total is fp32 and a and b may be bf16; on CUDA without a tensor for the product."""
+    """total += a @ b, where total is fp32 and a and b may be bf16; on CUDA without a temporary for the product."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
@@ -68,7 +68,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
     h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,) without gradient.
 
-    chunk_loss: the function above, or the same compiled, or one of several loss terms: weights and nll are then
+    chunk_loss: the function above, compiled or not, or one with several loss terms: weights and nll are then
     (N, terms).
     """
 
@@ -76,7 +76,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, h, head, targets, weights, chunk_loss):
         w = head.to(h.dtype)
         nll = torch.empty_like(weights)
-        # A frozen head needs no gradient, which saves 2 GB of the 8B. Validation needs neither.
+        # A frozen head needs no gradient, which saves 2 GB at the 8B. Validation needs no gradient at all.
         train_h, train_head = ctx.needs_input_grad[:2]
         grad_h = torch.empty_like(h) if train_h else None
         grad_head = at_least_fp32(torch.zeros_like(head)) if train_head else None
@@ -98,7 +98,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if grad_h is not None:
             grad_h = grad_h * grad.to(grad_h.dtype)
         if grad_head is not None:
-            # In place, since a copy takes 2 GB of the 8B. Autograd therefore raises in a second backward pass. It also
-            # casts the gradient to the dtype of the head.
+            # In place, since a copy takes 2 GB at the 8B. Autograd therefore raises in a second backward pass. Autograd
+            # also casts the gradient to the dtype of the head.
             grad_head = grad_head.mul_(grad)
         return grad_h, grad_head, None, None, None

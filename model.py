@@ -11,9 +11,8 @@ so a safetensors file loads without a mapping table (convert.py), and the logits
 $ python -m pytest tests/test_model.py           # logits, loss, gradients and greedy tokens against transformers
 $ python sample.py --init_from=swiss-ai/Apertus-8B-Instruct-2509 --chat
 
-Each choice of architecture that the report ablates is a field of ApertusConfig. A cache, adapters or 8-bit weights
-attach to a finished model from outside: another Attention.attend, other modules in place of Linear, a subclass with
-another forward.
+Each choice of architecture that the report ablates is a field of ApertusConfig. A cache, adapters and 8-bit weights
+attach to a finished model from outside: they replace Attention.attend or Linear modules, or subclass Apertus.
 """
 
 import hashlib
@@ -34,8 +33,8 @@ from loss import ChunkedCrossEntropy, at_least_fp32, chunk_loss
 class ApertusConfig:
     """The defaults are the 8B model in pretraining (Table 1); configs/*.py set the same names."""
     block_size: int = 4096          # T, the window in tokens
-    vocab_size: int = 131072        # V
-    n_layer: int = 32               # L
+    vocab_size: int = 131072        # V, the vocabulary; train.py: 0 = that of the data
+    n_layer: int = 32               # L, the layers
     n_head: int = 32                # H, query heads
     n_kv_head: int = 8              # grouped-query attention; n_head = multi-head, 1 = multi-query
     n_embd: int = 4096              # C, the width
@@ -47,10 +46,10 @@ class ApertusConfig:
     rope_theta: float = 500_000.0   # 12e6 after the long-context stages
     rope_scaling: float = 8.0       # llama3 factor, on from the first step of pretraining; 0 = plain RoPE
     rope_original: int = 8192       # hard-coded in the official code, although pretraining windows are 4096
-    rope_low: float = 1.0           # fewer turns in the original context: the frequency is divided by the factor
-    rope_high: float = 4.0          # more: it stays
-    norm_eps: float = 1e-5          # in the root of RMSNorm
-    init_std: float = 0.008944      # 0.02 / sqrt(5) for both sizes; a 200-wide model wants more (configs/laptop.py)
+    rope_low: float = 1.0           # frequencies with fewer turns in rope_original tokens are divided by rope_scaling
+    rope_high: float = 4.0          # those with more turns stay as they are; a blend between
+    norm_eps: float = 1e-5          # added under the root in RMSNorm
+    init_std: float = 0.008944      # 0.02 / sqrt(5) for both sizes; narrow models need more (configs/laptop.py)
 
     def __post_init__(self):
         if min(self.n_layer, self.n_embd, self.ffn_dim) < 1:
@@ -68,7 +67,7 @@ class ApertusConfig:
 
     @classmethod
     def of(cls, settings):
-        """The shape among the settings of a run, as train.py or its config.json has them (a dict)."""
+        """The shape among the settings of a run, a dict as in train.py or config.json."""
         return cls(**{name: settings[name] for name in cls.__dataclass_fields__ if name in settings})
 
     @property
@@ -87,14 +86,14 @@ class Linear(nn.Linear):
     """
     A matrix without bias. Its fp32 weight is cast to the dtype of the activations where it is used.
 
-    So autocast is not needed, and half copies of the weights live for one micro-batch.
+    So autocast is not needed, and bf16 copies of the weights live for one micro-batch only.
     """
 
     def __init__(self, n_in, n_out):
         super().__init__(n_in, n_out, bias=False)
 
     def reset_parameters(self):
-        pass                                               # Apertus.init_weights does it, once
+        pass                                               # once, in Apertus.init_weights
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
@@ -115,10 +114,11 @@ class XIELU(nn.Module):
         x <= 0:  alpha_n (exp(x) - 1) - alpha_n x + beta x       alpha_n = beta + softplus(a_n),  beta = 0.5
 
     Value and slope at 0 are 0 and beta, except in -1e-6 < x <= 0, where exp is clamped (EPS). Both alphas start at 0.8.
-    The two a are stored, as in the checkpoints, with shape (1,): fully_shard rejects 0-d parameters.
+    The parameters alpha_p and alpha_n hold a_p and a_n, as in the checkpoints. Their shape is (1,), because fully_shard
+    rejects 0-d parameters.
     """
     BETA = 0.5
-    EPS = -1e-6                                            # the left branch computes with at most this
+    EPS = -1e-6                                            # upper clamp of the argument of exp
 
     def __init__(self):
         super().__init__()
@@ -133,8 +133,8 @@ class XIELU(nn.Module):
         return checkpoint(self.formula, x, use_reentrant=False, preserve_rng_state=False)
 
     def formula(self, x):
-        # In fp32, which costs nothing: torch.compile fuses the casts away. FSDP holds the scalars in the dtype of x, so
-        # they are rounded to it everywhere (but where it compiles the whole, it drops that too).
+        # In fp32, which costs nothing: torch.compile fuses the casts away. FSDP gathers the scalars in the dtype of x,
+        # so they are rounded to it without FSDP too (torch.compile may drop that rounding).
         z = at_least_fp32(x)
         alpha_p = F.softplus(at_least_fp32(self.alpha_p.to(x.dtype)))
         alpha_n = self.BETA + F.softplus(at_least_fp32(self.alpha_n.to(x.dtype)))
@@ -200,7 +200,7 @@ def attend(q, k, v, doc=None):
     """
     Causal softmax attention, inside documents if `doc` is given. q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D).
 
-    doc: None, or what document_mask returned: a BlockMask for flex_attention, or the ids (B, T).
+    doc: None, or the result of document_mask(): a BlockMask for flex_attention, or the ids (B, T).
     """
     if doc is None:
         return masked_attention(q, k, v)
@@ -211,9 +211,9 @@ def attend(q, k, v, doc=None):
 
 
 def masked_attention(q, k, v, mask=None):
-    """torch's kernels: causal, or over the pairs of `mask` (B, 1, T, S) bool. k, v (B, K, S, D) -> (B, H, T, D)."""
-    # On CUDA only flash attention shares keys between heads: for half types, without a mask. Otherwise torch would
-    # hold the T x S scores of all heads, 2.1 GB at 4,096 positions of the 8B. With repeated keys it does not.
+    """torch's kernels: causal, or where `mask` (B, 1, T, S) is True. k, v (B, K, S, D) -> (B, H, T, D)."""
+    # On CUDA only flash attention shares keys between heads, and it takes 16-bit types without a mask. Other cases
+    # repeat the keys: torch would else store the T x S scores of all heads, 2.1 GB at 4,096 positions of the 8B.
     flash = q.dtype.itemsize == 2 and mask is None
     if q.is_cuda and not flash:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -221,8 +221,8 @@ def masked_attention(q, k, v, mask=None):
 
 
 def document_mask(doc, head_dim):
-    """What attention needs to stay inside documents: a BlockMask for flex_attention on CUDA, else doc (B, T) itself."""
-    # The kernel's matrix products have at least 16 numbers a side.
+    """The mask for attention inside documents: a BlockMask for flex_attention on CUDA, else doc (B, T) itself."""
+    # flex_attention's kernel needs a head dim of at least 16.
     if doc is None or not doc.is_cuda or head_dim < 16:
         return doc
     B, T = doc.shape
@@ -232,7 +232,7 @@ def document_mask(doc, head_dim):
     return create_block_mask(sees, B, None, T, T, device=doc.device)
 
 
-# On Hopper torch would choose cuDNN's kernel, which plans anew for each length: users report half a second.
+# On Hopper torch would choose cuDNN's kernel, which plans anew for each length (users report half a second).
 torch.backends.cuda.enable_cudnn_sdp(False)
 if torch.cuda.is_available():                              # flex_attention has no backward pass on CPUs
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -242,7 +242,7 @@ if torch.cuda.is_available():                              # flex_attention has 
 
 class Attention(nn.Module):
     """Grouped-query attention with QK-norm: RMSNorm of q and k over the head dim, one gain for all heads."""
-    attend = staticmethod(attend)                          # other implementations take its place
+    attend = staticmethod(attend)                          # replaced from outside, by generate.py for example
 
     def __init__(self, config):
         super().__init__()
@@ -290,14 +290,14 @@ class Apertus(nn.Module):
     """
     model(idx) -> (logits, None); model(idx, targets, keep, doc) -> (None, loss). For text: generate.py.
 
-    seed: of the initial weights; None leaves them unfilled, for a file to fill.
+    seed: for the initial weights; None leaves them uninitialised, to be loaded from a file.
     """
 
     def __init__(self, config, seed=28):
         super().__init__()
         self.config = config
-        self.dtype = None                                  # of the activations; None: the parameters' own
-        self.chunk_loss = chunk_loss                       # or the same, compiled
+        self.dtype = None                                  # of the activations; None: that of the parameters
+        self.chunk_loss = chunk_loss                       # engine/parallel.py compiles it
         V, C = config.vocab_size, config.n_embd
         self.model = nn.ModuleDict(dict(
             embed_tokens=nn.Embedding(V, C, _weight=torch.empty(V, C)),
@@ -316,8 +316,8 @@ class Apertus(nn.Module):
 
         Each parameter has its own generator, seeded by (seed, name). So its values depend neither on the order of
         creation nor on the other parameters: ablations share their common parameters, and any number of processes
-        starts alike. One core draws 45 million numbers a second, the 8B's in three minutes; ranks that share the model
-        share the work (engine/sharding.py).
+        starts from the same weights. One core draws 45 million numbers a second, the 8B's in three minutes; ranks that
+        share the model share the work (engine/sharding.py).
         """
         for name, p in self.named_parameters():
             if not p.is_meta:
@@ -325,7 +325,7 @@ class Apertus(nn.Module):
 
     def initial(self, name, shape, seed):
         """
-        Matrices: N(0, init_std), and those that write to the residual stream, o_proj and down_proj, 1/sqrt(2L) of that.
+        Matrices: N(0, init_std), times 1/sqrt(2L) for o_proj and down_proj, which write to the residual stream.
         Gains: 1. Both alphas of xIELU: 0.8.
         """
         if "alpha" in name:
@@ -346,12 +346,13 @@ class Apertus(nn.Module):
         Training FLOPs per token at window length T: 6 per matrix parameter (4 if it is frozen and has no gradient of
         its own), and 6 L H D T for attention.
 
-        The head counts, the embedding is a look-up. Causal pairs count once, which is half of the 12 L H D T of PaLM's
-        appendix B; neither recomputation nor masked pairs count. MFU is measured by this.
+        The head counts; the embedding does not, since it is a look-up. Of the pairs of positions the causal ones count,
+        whatever the document mask: half of the 12 L H D T of PaLM's appendix B. Recomputation does not count. MFU is
+        computed from this.
         """
         c = self.config
         matrices = [p for p in self.parameters() if p.ndim > 1]
-        # A tied embedding is the head too, and counts as that.
+        # A tied embedding is also the head, so it counts.
         if not c.tie_embeddings:
             matrices = matrices[1:]
         products = sum(p.numel() * (6 if p.requires_grad else 4) for p in matrices)
@@ -361,8 +362,8 @@ class Apertus(nn.Module):
         """
         Token ids (B, T) -> normalised last hidden states (B, T, C).
 
-        doc (B, T): ids of documents. positions (T,) or (B, T); None: 0 to T - 1 over the whole window, not
-        anew in each document: RoPE depends on differences only.
+        doc (B, T): ids of documents. positions (T,) or (B, T); None: 0 to T - 1 over the whole window. They
+        do not restart in each document, since RoPE depends on differences only.
         """
         x = self.model.embed_tokens(idx)                   # (B, T, C)
         x = x.to(self.dtype or x.dtype)
@@ -386,10 +387,10 @@ class Apertus(nn.Module):
         idx (B, T) int64. Without targets: logits (B, T, V), None; with `last` those of the last position, (B, V). With
         targets (B, T): None, loss, the mean over kept positions.
 
-        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never have. n_tokens: divide by
-        this, the kept tokens of the whole step, instead of by those of this batch; then gradients of several batches
-        and ranks add up. per_token: instead of the mean, the negative log-likelihoods (B, T) in nats, fp32, without
-        gradient, with some value where there is no loss. doc and positions: as in hidden().
+        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never do. n_tokens: divide by
+        this, the kept tokens of the whole step, instead of by those of this batch, so that gradients of several batches
+        and ranks add up. per_token: return the negative log-likelihoods (B, T) in nats instead of their mean, in fp32
+        and without gradient; those of targets below 0 are meaningless. doc and positions: as in hidden().
         """
         x = self.hidden(idx, doc, positions)
         if targets is None:
@@ -412,8 +413,8 @@ class Apertus(nn.Module):
 
 def generator_of(name, seed):
     """
-    The generator of one parameter's random numbers. A CPU generator keeps only the low 32 bits of its seed, so these
-    are a hash of seed and name.
+    The generator of one parameter's random numbers. A CPU generator keeps only the low 32 bits of its seed, so they
+    are a hash of (seed, name).
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))

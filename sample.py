@@ -19,17 +19,17 @@ from generate import generate, stream
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
 start = ""                   # the prompt; FILE:path reads it from a file
 num_samples = 1              # continuations, one after the other
-max_new_tokens = 300         # of a continuation, of an answer
+max_new_tokens = 300         # tokens of a continuation or an answer, at most
 temperature = 0.8            # 0 = greedy
 top_k = 0                    # keep the k likeliest tokens; 0 = off
 top_p = 0.95                 # keep the likeliest tokens up to this probability; 0 or 1 = off
-seed = 28                    # of the sampling
+seed = 28                    # of the random draws
 device = "auto"              # cuda | mps | cpu
 dtype = "auto"               # float32 | bfloat16; auto: that of the weights, bf16 on CUDA
 base = ""                    # int8 | nf4: the matrices of the blocks in 8 or 4 bits (posttrain/quantised.py)
 compile = False              # compile the decoding step: half a minute, then about twice as fast; not for --chat
 chat = False                 # a conversation in Apertus' chat format (posttrain/talk.py)
-system = ""                  # its system message; "" = the published one
+system = ""                  # system message of the chat; "" = the published one
 thinking = False             # "Deliberation: enabled": the model may think before it answers
 tools = ""                   # a JSON list of tools the model may call: [{"name", "description", "parameters"}]
 
@@ -39,7 +39,7 @@ def main():
         raise ValueError(f"temperature={temperature} and top_k={top_k} must be 0 or more, top_p={top_p} from 0 to 1, "
                          f"num_samples={num_samples} and max_new_tokens={max_new_tokens} at least 1")
     model, tok = convert.load_ready(init_from, device, dtype, base)
-    # The compiled step wants its matrices by rows.
+    # The compiled step reads its matrices by rows.
     if chat or not compile:
         lay_out_for_decoding(model)
     # The generator lives where the logits are, and its seed makes a sample repeatable.
@@ -63,8 +63,8 @@ def main():
 
 def sample_of(run, data, seed):
     """
-    A short text of a run of train.py while it trains: of run.model, on run.device. data: its data folder. Eager,
-    because the cached decoding step has shapes that training has not compiled.
+    A short text by run.model while train.py trains it. data: the data folder of the run. Eager, because the cached
+    decoding step has shapes that training has not compiled.
     """
     tok = tokenizer.load_for(data)
     generator = torch.Generator(run.device).manual_seed(seed)

@@ -25,7 +25,7 @@ class StagedDataset:
     last stage its data continue.
 
     stop: the number of samples at the end of the stage called `stage`, None if none is named.
-    fingerprint: HASH@BEGIN of each stage, so that the data of a later one may still change, or come: see
+    fingerprint: HASH@BEGIN of each stage, so that the data of later stages may still change or be added: see
     started_stages(). ValueError: no such stage, or stages that do not follow each other.
     """
 

@@ -10,14 +10,13 @@ $ python train.py configs/gpu.py --resume                    # one GPU; resumes 
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --resume     # eight GPUs
 
 A run is its folder (engine/runs.py). The loop has no random state: data, masks and schedules are pure functions of the
-step, so a killed and resumed run ends bit-exact: on one process, or with --exact on several; but not if the clock
-chooses where the decay begins, or the number of threads changes. SIGTERM, SIGUSR2, or a file named
-`stop` in the run folder: all ranks leave after the micro-batch, save and exit. An unfinished step is
-dropped, a finished one counts.
+step, so a killed and resumed run ends bit-exact, on one process or, with --exact, on several. It does not if the clock
+chooses where the decay begins, or if the number of threads changes. SIGTERM, SIGUSR2, or a file named `stop` in the run
+folder makes all ranks leave after the micro-batch, save and exit. An unfinished step is dropped, a finished one counts.
 
-The decay of the learning rate begins when it is planned, when it is asked for (a file named `cooldown` in the run
-folder, or on a CPU SIGUSR1), or when time is short: --minutes=5 ends in time on any machine. --resume with
-larger --total_samples or --minutes continues from before the decay.
+The decay of the learning rate begins as planned, on request (a file named `cooldown` in the run folder, or SIGUSR1 on a
+CPU), or early enough to end in time: --minutes=5 trains for five minutes on any machine. --resume with larger
+--total_samples or --minutes continues from before the decay.
 
 Other scripts train other models on other data with this loop (posttrain/attach.py, sft.py, qrpo.py). They call main()
 with a function that builds the model, and replace functions of this file by their own.
@@ -32,7 +31,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-# Before torch, which reads a setting of it when it loads.
+# Before torch: engine.hardware sets environment variables that torch reads when it loads.
 from engine.hardware import can_compile, keep_freed_memory, pick_device, pick_dtype
 import torch
 from tqdm import tqdm
@@ -50,23 +49,23 @@ from schedule import NEVER, batch_size as batch_at, cosine, plan_with_decay_at, 
 
 # -----------------------------------------------------------------------------
 # the run
-out = "out/run"                 # its folder
-data = "data/stdlib"            # what prepare.py wrote
-resume = False                  # continue from the folder's newest intact checkpoint, or start without one
-device = "auto"                 # cuda | mps | cpu; auto takes the first that is there
+out = "out/run"                 # the run folder
+data = "data/stdlib"            # data folder, written by prepare.py
+resume = False                  # continue from the newest intact checkpoint in `out`, or start if it has no checkpoint
+device = "auto"                 # cuda | mps | cpu; auto takes the first that is available
 dtype = "auto"                  # of activations: float32 | bfloat16; auto = bfloat16 where the hardware has it
 compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
 seed = 28                       # of the initial weights and of the order of windows
 stages = ()                     # rows of (name, sources or {source: weight}, samples at its end, seed): configs/8b.py
-stage = ""                      # stop at the end of this stage; all = run through; "" = no stages, all of the data
+stage = ""                      # stop at the end of this stage; all = run all stages; "" = no stages, all of the data
 # the ranks (engine/parallel.py)
 parallel = "auto"               # none | ddp | fsdp | hsdp; auto = fsdp under torchrun or srun, hsdp on several nodes
-hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = a node, or the fewest that fit
+hsdp_shard = 0                  # hsdp: ranks that share a copy of the weights; 0 = one node's, more if it does not fit
 recompute = "none"              # how much backward recomputes instead of storing: none | cheap | selective | full
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
 timeout = 600                   # seconds that a rank waits for another before it gives up
 # the model
-shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: the data's
+shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: that of the data
 # the loss
 goldfish_k = 50                 # drop one label in k; 0 = plain cross-entropy
 goldfish_h = 50                 # labels that the hash sees
@@ -74,42 +73,42 @@ goldfish_hash = "product"       # product (Apertus, bit-exact) | mix (really dro
 goldfish_scope = "window"       # window (Apertus) | stream (for windows much shorter than 4096: goldfish.py)
 loss_average = "step"           # step: over all kept tokens | micro: mean of micro-batch means, as Apertus (Megatron)
 # the schedule, counted in samples (windows)
-total_samples = 3_662_109_375   # 15T tokens of 4096
-warmup_samples = 4_096_000      # the rate rises linearly over the first of them
-decay_samples = 403_905_806     # and falls to lr_floor over the last, by 1 - sqrt
-minutes = 0.0                   # train that long; overrides total_samples, unless that is given later
+total_samples = 3_662_109_375   # 15T tokens in windows of 4096
+warmup_samples = 4_096_000      # samples of linear warm-up, from 0 to lr
+decay_samples = 403_905_806     # samples of decay, from lr to lr_floor by 1 - sqrt
+minutes = 0.0                   # train for this many minutes, decay included; overrides an earlier total_samples
 schedule = "wsd"                # wsd | cosine
 batch_size = 1024               # samples per step
 batch_ramp_at = 0               # samples after which the batch is doubled; 0 = never
 micro_batch = 4                 # samples in memory at once, fewer if they do not fit; gradients accumulate
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
-state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, one rounded at random
-lr = 1.1e-4                     # peak
-lr_floor = 1.1e-5               # at the end of the decay
+state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16 saves 4 bytes a parameter (stochastic rounding)
+lr = 1.1e-4                     # peak learning rate
+lr_floor = 1.1e-5               # learning rate at the end of the decay
 betas = (0.9, 0.999, 0.9999)    # fast average, squares, slow average; AdamW uses the first two
 alpha = 8.0                     # weight of the slow average
-alpha_warmup = 0                # steps over which alpha grows; 0 = those of the run, at most 100,000; 1 = no warm-up
+alpha_warmup = 0                # steps over which alpha grows; 0 = the whole run, at most 100,000; 1 = no warm-up
 beta3_warmup = 0                # the same for beta3
-eps = 1e-8                      # added to the root of the squares
+eps = 1e-8                      # added to the root of the average of squares
 weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
-grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is clipped (sec. 2.6)
+grad_clip = 0.1                 # largest global L2 norm; at 0.1 nearly every step is clipped (sec. 2.6); 0 = off
 # logging and saving
-eval_every = 250                # steps; 0 = at the end only
+eval_every = 250                # steps between validations; 0 = at the end only
 eval_minutes = 60.0             # validate at least this often, whatever the steps; 0 = by steps alone
 eval_windows = 64               # windows of the validation split; 0 = all
-last_eval_windows = 4096        # the same at the end; 17M tokens of the 8B's windows
-sample_every = 1000             # steps; 0 = never
-checkpoint_every = 1000         # steps; 0 = at the end only
+last_eval_windows = 4096        # the same at the end of the run; 17M tokens in the 8B's windows
+sample_every = 1000             # steps between samples of text; 0 = never
+checkpoint_every = 1000         # steps between checkpoints; 0 = at the end only
 checkpoint_minutes = 30.0       # save at least this often, whatever the steps; 0 = by steps alone
-keep_checkpoints = 2            # how many of the newest to keep, besides the last one before the decay; 0 = all
+keep_checkpoints = 2            # the newest ones to keep, plus the last one before the decay; 0 = all
 save_failures = 3               # saves in a row that may fail (disk full) before the run stops
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
-skip_nonfinite = 0              # steps in a row whose loss or gradient may be not a number; 0 = stop at the first
+skip_nonfinite = 0              # steps in a row to skip if loss or gradient is not finite; 0 = stop at the first
 # -----------------------------------------------------------------------------
 
 
-_exempt = ()                                               # ids that Goldfish never drops; posttrain/attach.py
+_exempt = ()                                               # ids that Goldfish never drops, set by posttrain/attach.py
 COUNTS = """eval_every eval_minutes eval_windows last_eval_windows sample_every checkpoint_every checkpoint_minutes
             keep_checkpoints save_failures skip_nonfinite grad_clip batch_ramp_at alpha_warmup beta3_warmup lr
             lr_floor eps weight_decay hsdp_shard timeout"""
@@ -138,7 +137,7 @@ def samples_before(step):
 
 
 # -----------------------------------------------------------------------------
-# set-up: errors come before anything is built, in one line that says what to type
+# set-up: validates settings before anything is built; an error names the flag to change
 
 
 def check_settings():
@@ -172,12 +171,12 @@ def check_settings():
 
 def open_data(ranks):
     """
-    The training windows, with Goldfish; the validation windows, where every predictable token counts; and the windows
-    of a micro-batch on each rank.
+    The training data, with Goldfish; the validation data, in which every predictable token counts; and the number of
+    windows in a micro-batch on each rank.
     """
     goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope, _exempt
     if stage:
-        from stages import StagedDataset                   # here, since other runs need not read it
+        from stages import StagedDataset                   # here, since runs without stages do not need it
         train = StagedDataset(data, stages, shape.block_size, *goldfish, stage=stage.removeprefix("all"))
     else:
         train = TokenDataset(data, "train", shape.block_size, seed, *goldfish)
@@ -186,10 +185,10 @@ def open_data(ranks):
 
 def set_up(build, more, decides):
     """
-    All that a run needs before it meets other ranks or writes: a namespace that the functions below share.
+    Everything that a run needs before it joins other ranks or writes files: a namespace that the functions below share.
 
     rows: windows of a micro-batch on this rank. config: all settings, for config.json; decides: names of those that a
-    resumed run may not change. spent: seconds before it resumed. decay_at: samples before the decay. usage(tokens/s):
+    resumed run may not change. spent: seconds before this process. decay_at: samples before the decay. usage(tokens/s):
     entries of the log about the GPU. Added later: model, opt, saver, log, clock, latest (times); stop and cooldown,
     lists that a signal fills to ask this process to exit or to begin the decay.
     """
@@ -209,7 +208,7 @@ def set_up(build, more, decides):
                           compiled=compile and can_compile(where), spent=0.0, validate_first=False,
                           summary=None, usage=lambda speed: {}, trace=None, bar=tqdm(disable=True),
                           decay_at=NEVER if minutes else total_samples - decay_samples)
-    from engine.memory import check_run                    # here, since only the start needs it
+    from engine.memory import check_run                    # here, since only the start of a run needs it
     check_run(run, build)
     return run
 
@@ -221,12 +220,13 @@ def build_plain(run):
 
 def build_all(run, build, found):
     """The model and the optimizer: with initial weights, or with those of the checkpoint `found` (path, manifest)."""
-    # Sharded, it is built on meta, and each rank allocates its shard. Not otherwise: to_empty() would untie the head.
+    # A model to be sharded is built on meta, and each rank allocates its shard. Others are not, because to_empty()
+    # would untie the head.
     with torch.device("meta" if run.ranks.sharded else run.device):
         run.model = model = build(run)
     model.dtype = run.dtype
     if run.device == "cpu":
-        # Here, since a GPU has its own kernels.
+        # Imported here, since a GPU does not need it.
         from engine.attention import attend_on
         keep_freed_memory()
         attend_on(model, run.device)
@@ -235,9 +235,9 @@ def build_all(run, build, found):
     if run.device.startswith("cuda"):
         from engine.gpus import usage
         run.usage = lambda speed: usage(flops * speed)
-        # Where memory was allocated, should it run out.
+        # Record where memory is allocated, for the snapshot that main() writes if it runs out.
         torch.cuda.memory._record_memory_history("state", stacks="python")
-    # Frozen weights are in no checkpoint.
+    # Checkpoints do not hold frozen weights, so these are initialised in a resumed run too.
     if not found or not all(p.requires_grad for p in model.parameters()):
         # A pretrained model (init_from) has an init_weights() of its own, which reads a file.
         if run.ranks.sharded and "init_weights" not in vars(model):
@@ -245,7 +245,7 @@ def build_all(run, build, found):
             draw(model, seed)
         else:
             model.init_weights(seed)
-    # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never get there and stay plain
+    # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would stay close to plain
     # Adam, so its warm-ups last as long as the run, as in the report's own post-training. With --minutes they last as
     # long as total_samples would, since they must not depend on a clock.
     warm = min(steps_until(total_samples), 100_000)
@@ -265,7 +265,7 @@ def load(run, found):
 
 
 # -----------------------------------------------------------------------------
-# where a run resumes, and where it ends
+# where a run ends
 
 
 def end_of(run):
@@ -284,8 +284,8 @@ def end_of(run):
 def batches(run, step):
     """
     This rank's part of the samples of this step and all later ones: yields idx, targets, keep, doc, each (samples, T).
-    Ranks that share a window are one of the `groups`, number `group`. A thread prepares the next step while the caller
-    computes this one.
+    Ranks that share a window form one of `groups` groups, number `group`. A thread prepares the next step while the
+    caller computes this one.
 
     The thread has one OpenMP thread: a second pool would make libgomp count more threads than cores, and those of the
     training step would then sleep at every barrier instead of spinning.
@@ -314,7 +314,7 @@ def forward_backward(run, batch, step):
     # Divided by the kept tokens of all ranks, losses and gradients of micro-batches and ranks add up to the step's.
     n_tokens, n_all = ranks.add(batch[2].sum(), batch[2].numel())
     terms = {}
-    # Once a step: before each copy from ordinary memory a GPU finishes all kernels that are queued.
+    # Copied once a step, since a GPU finishes all queued kernels before each copy from pageable memory.
     micro = list(zip(*(t.to(run.device).split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
         # A step of the 8B takes a minute on one node, and Slurm kills 30 seconds after SIGTERM.
@@ -325,9 +325,9 @@ def forward_backward(run, batch, step):
         if time.perf_counter() - run.step_began > 10:
             run.bar.set_postfix_str(f"micro-batch {i + 1} of {len(micro)}")
         divide_by = n_tokens if loss_average == "step" else int(tensors[2].sum()) * len(micro) * ranks.size
-        # Ranks exchange gradients once, behind the last micro-batch.
+        # FSDP adds gradients over ranks after each micro-batch, DDP and exact FSDP once, after the last.
         reduce_after(model, ranks, last=i + 1 == len(micro))
-        model.now = step, ranks.group * len(micro) + i     # for models that change in a run, like guides that fade
+        model.now = step, ranks.group * len(micro) + i     # for models that change in a run (self-guided training)
         extra, loss = model(*tensors, n_tokens=max(divide_by, 1))
         loss.backward()
         for name, term in (dict(loss=loss.detach()) | (extra or {})).items():
@@ -343,7 +343,7 @@ def update(run, rate, norm):
         group["lr"] = rate
     clip = min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0
     if optimizer == "ademamix":
-        # It scales a gradient as it reads it, which saves a pass over them.
+        # AdEMAMix scales a gradient as it reads it, which saves a pass over all gradients.
         run.opt.step(grad_scale=clip)
     else:
         torch._foreach_mul_(gradients(run.model), clip)
@@ -387,8 +387,8 @@ def validate(run, windows):
 
 
 def sample(run):
-    """A short text, to look at."""
-    from sample import sample_of                           # here, since training itself reads ids only
+    """A short text by the model."""
+    from sample import sample_of                           # here, since training itself needs no tokenizer
 
     text = sample_of(run, data, seed)
     drop_gathered(run.model)
@@ -414,10 +414,10 @@ def introduce(run, end):
 
 
 def finish(run, last):
-    """After the last save of a finished run: the last validation, and what summary.json will say."""
+    """After the last save of a finished run: the last validation, and the content of summary.json."""
     entry = validate(run, last_eval_windows)
     run.log(step=last - 1, **tokens_seen(last), **entry)
-    # The first steps compile.
+    # Without the first steps, which compile.
     speed = statistics.median(run.speeds[3:] or run.speeds or [0])
     run.summary = entry | tokens_seen(last) | dict(steps=last, seconds=round(entry["seconds"]), tok_s=round(speed),
                                             torch=torch.__version__) | run.usage(speed)
@@ -426,7 +426,7 @@ def finish(run, last):
 
 
 def conclude(run):
-    """After all ranks have left: weights as Hugging Face has them, summary.json, which says "finished", a plot."""
+    """After all ranks have left: the weights for Hugging Face, summary.json (the run is finished), and a plot."""
     if run.summary:
         import convert
         convert.complete(out)
@@ -447,7 +447,7 @@ def decay_wanted(run, step):
         total = run.clock.foresee(samples_before(step))
         if total < math.inf:
             run.bar.total = steps_until(int(total))
-        # Begun after this step, the decay would end when the time does, or later.
+        # A decay that begins after this step would end when the time is up, or later.
         if plan_with_decay_at(samples_before(step + 1), total_samples, decay_samples)[0] >= total:
             return True
     return runs.asked(out, run, "cooldown")
@@ -468,7 +468,7 @@ def overdue(run, what, minutes):
 
 
 def begin_decay(run, done):
-    """Begin the decay after `done` steps, if the rate does not fall already."""
+    """Begin the decay after `done` steps, unless the rate is falling already."""
     says = "asked for its decay, but the rate falls already"
     if schedule == "wsd" and samples_before(done) < run.decay_at:
         run.decay_at = samples_before(done)
@@ -479,12 +479,12 @@ def begin_decay(run, done):
 
 
 def save(run, done, decay_begins):
-    """A checkpoint after `done` steps; decay_begins: with the next one."""
+    """Save a checkpoint after `done` steps. decay_begins: whether the next step begins the decay."""
     about = dict(config=run.config, decay_at=run.decay_at, seconds=run.clock.seconds())
     run.saver.save(done, run.model, run.opt, about, spare=steps_until(run.decay_at))
     run.latest["checkpoint"] = time.perf_counter()
     if decay_begins:
-        # The start of the decay is on disk before its first step, so a killed run begins it there again.
+        # The start of the decay is on disk before its first step, so a killed run begins it at the same step.
         run.saver.wait()
         if run.ranks.first:
             runs.forget(out, "cooldown")
@@ -494,9 +494,9 @@ def open_run(run, build):
     """Resume or begin: checkpoint, model, log, clock and bar. Returns how many steps are done."""
     first, found = run.ranks.first, None
     if resume:
-        # Here, since a new run need not read it.
+        # Imported here, since a new run does not need it.
         from engine.restore import find_checkpoint, refuse_finished, set_aside
-        # It also sets run.spent, run.decay_at, and run.decayed, the steps of checkpoints after the latter.
+        # It also sets run.spent, run.decay_at, and run.decayed, the steps of the checkpoints to set aside.
         found = find_checkpoint(run, started_stages, samples_before, steps_until)
     start = found[1]["step"] if found else 0
     end = end_of(run)
@@ -508,7 +508,7 @@ def open_run(run, build):
         introduce(run, end)
         if found:
             if run.decayed:
-                set_aside(out, run.decayed)                # here, since build_all() may still refuse the checkpoint
+                set_aside(out, run.decayed)                # not before, since build_all() may reject the checkpoint
             print(f"resumed from {found[0]}")
     run.log = runs.open_log(out, start, run.ranks, validate=start >= end)
     run.clock = runs.Clock(minutes, run.spent)
@@ -535,7 +535,7 @@ def pretrain(run, build):
             run.trace = torch.profiler.profile()
             run.trace.start()
 
-        # Gradients; then one sum over ranks of the squared norm, the loss, and what any rank was asked to do.
+        # Gradients; then one sum over ranks of the squared norm, the loss, and the requests to stop, decay or save.
         made = forward_backward(run, next(loader), step)
         if not made:
             run.opt.zero_grad()
@@ -563,7 +563,7 @@ def pretrain(run, build):
         run.opt.zero_grad()
         end_trace(run)
 
-        # What happened.
+        # Count the step, and log it.
         done = step + 1
         if decay:
             run.cooldown.clear()
@@ -594,7 +594,7 @@ def pretrain(run, build):
                 bar.write(text + "\n")
     bar.close()
     loader.close()
-    # From here on the weights are safe: the rest can be repeated.
+    # Once the weights are on disk, the rest can be repeated.
     run.saver.finish()
     if done >= end:
         finish(run, done)
@@ -609,7 +609,7 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
     Train, from the settings above to the run folder.
 
     build(run): the model without weights, on the current device, which may be meta; it has the interface of Apertus,
-    init_weights() too. more: further settings for config.json; decides: names of those that a resumed run may not
+    with init_weights(). more: further settings for config.json; decides: names of those that a resumed run may not
     change. prepare(run): called once the ranks have met, before the run begins.
     """
     run = set_up(build, more, decides)
@@ -617,16 +617,16 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
         run.ranks.join(run.device, timeout)
         if prepare:
             prepare(run)
-        # NCCL uses SIGUSR1 itself.
+        # On GPUs NCCL uses SIGUSR1 itself.
         with stop_signals() as run.stop, stop_signals(["SIGUSR1"] * (run.device == "cpu")) as run.cooldown:
             try:
                 pretrain(run, build)
-            except torch.OutOfMemoryError as e:            # a GPU's
+            except torch.OutOfMemoryError as e:            # on GPUs only
                 torch.cuda.memory._dump_snapshot(f"{out}/memory-{run.ranks.rank}.pickle")
                 raise ValueError(f"{e}: a smaller --micro_batch and --recompute=cheap take less; {out}/memory-*.pickle "
                                  "(pytorch.org/memory_viz) shows what held it") from None
             finally:
-                run.bar.close()                            # an error has a line of its own
+                run.bar.close()                            # so that an error starts on a new line
                 end_trace(run)
         run.ranks.leave()
         if run.ranks.first:

@@ -1,5 +1,5 @@
 # The report's "1.5B" ablation model (sec. 2.4, Table 3), 100B tokens: the shape of Llama 3.2 1B, untied.
-# Apertus form: 1,510,019,104 parameters. The Llama form that it is compared with, 1,510,017,024, is one file more:
+# Apertus: 1,510,019,104 parameters. The Llama that it is compared with, 1,510,017,024, takes a second config:
 #     python train.py configs/1b5.py configs/ablations/llama.py
 out = "out/1b5"
 data = "data/1b5"
@@ -18,7 +18,7 @@ total_samples = 504 * 48_441
 warmup_samples = 504 * 2000
 decay_samples = 504 * 9688        # the last fifth
 
-lr = 1.5e-4                       # half of the cosine baseline's: the report's rule of thumb for WSD
+lr = 1.5e-4                       # half of the cosine baseline's, by the report's rule of thumb for WSD
 lr_floor = 1.5e-5
 grad_clip = 0.1
 alpha_warmup = 48_441

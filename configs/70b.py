@@ -17,5 +17,5 @@ lr = 1e-5                         # the report's own retrospective (sec. 2.6): p
 lr_floor = 1e-6
 checkpoint_every = 250
 
-# Ends after 5,165B, 8,845B, 12,209B, 13,431B and 15,000B tokens, the last one of the cooldown.
+# Stages end after 5,165B, 8,845B, 12,209B, 13,431B and 15,000B tokens; the last one is the cooldown.
 stages = stages_until({"1": 569_655, "2": 789_001, "3": 989_501, "4": 1_062_328}, batch_size, batch_ramp_at)

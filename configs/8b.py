@@ -17,5 +17,5 @@ lr = 1.1e-4
 lr_floor = 1.1e-5
 checkpoint_every = 2000
 
-# Ends after 7,038B, 12,000B, 13,345B and 15,000B tokens, the last one of the cooldown; stage 2 was skipped.
+# Stages end after 7,038B, 12,000B, 13,345B and 15,000B tokens; the last one is the cooldown. Stage 2 was skipped.
 stages = stages_until({"1": 1_678_000, "3": 2_269_525, "4": 2_429_920}, batch_size, batch_ramp_at)

@@ -1,4 +1,4 @@
-# The small pretrained model behind `make align`: two layers on the standard library's source, a minute or two
+# The small pretrained model behind `make align`: two layers on the standard library's source, one or two minutes
 # on two cores.
 out = "out/align/pretrained"
 data = "out/align/data"

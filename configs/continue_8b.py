@@ -3,10 +3,10 @@
 #     python train.py configs/continue_8b.py --data=data/mine-apertus --resume
 #
 # The numbers are those of Greek Apertus (eellak/greek-apertus, a contract of August 2026; its 8B on 80.73B tokens), the
-# one open run that continues Apertus with its own optimizer and loss: half of pretraining's peak, the slow average
-# shorter and lighter. Three things that it teaches:
+# one open run that continues Apertus with its own optimizer and loss: half of pretraining's peak learning rate, and a
+# shorter slow average of half the weight. Its lessons:
 #
-# Replay. 79 % of its tokens are Greek, 20 % other languages as in pretraining: prepare both, and let a stage mix them,
+# Replay. 79 % of its tokens are Greek, 20 % other languages as in pretraining: prepare both, and mix them in a stage,
 # stages = (("1", {"mine": 4, "old": 1}, total_samples, 28),) with --stage=all. A weaker shift may need 5 % (Ibrahim et
 # al., arXiv 2403.08763).
 #
@@ -15,18 +15,19 @@
 #
 # New tokens for the language did not pay within 2B tokens: docs/decisions.md, Removed.
 #
-# Small models did not predict the 8B: over the checkpoints their curves ran against each other.
+# Small models did not predict the 8B: over the checkpoints their curves and its own went in opposite directions.
 #
-# To stay near the start instead, take the floor of pretraining throughout, as Apertus' own long-context stages did:
-# --lr=1.1e-5 --lr_floor=1.1e-5 and 150 steps of warm-up.
+# To stay closer to the start model, keep the learning rate at the floor of pretraining, as Apertus' own long-context
+# stages did: --lr=1.1e-5 --lr_floor=1.1e-5 and 150 steps of warm-up.
 #
 # On one GPU: --lora_r=64 --base=bf16 --recompute=full trains adapters alone (posttrain/lora.py). Over billions of
-# tokens they learn less than all weights do, and forget less (Biderman et al., arXiv 2405.09673); their rate differs.
+# tokens they learn less and forget less than all weights do (Biderman et al., arXiv 2405.09673), and need another
+# learning rate.
 out = "out/continue_8b"
 data = "data/mine"
 init_from = "swiss-ai/Apertus-8B-2509"
 
-block_size = 4096                 # shorter than the 65,536 of the start, whose RoPE stays as it is
+block_size = 4096                 # shorter than the start model's 65,536; its RoPE stays as it is
 
 batch_size = 1024                 # 4.2M tokens a step
 micro_batch = 1

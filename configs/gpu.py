@@ -1,5 +1,5 @@
-# An Apertus for one card of 24 GB and one night: 144M parameters, 3B tokens, 2.5e18 FLOPs, 10 hours of a 4090 at 40 %
-# of its peak. No GPU has run it yet; rehearsed on a CPU with a narrow model.
+# A small Apertus for one GPU of 24 GB and one night: 144M parameters, 3B tokens, 2.5e18 FLOPs, 10 hours of a 4090 at
+# 40 % of its peak. No GPU has run it yet; we tested it on a CPU with a narrow model.
 #
 #     python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=15e9 \
 #         --train_bpe=32768 --out=data/gpu

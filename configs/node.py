@@ -1,6 +1,6 @@
-# The model that one node of 8 GPUs of 80 GB makes in two days: 1.51B parameters, 50B tokens, 4.1e20 FLOPs, 36 hours at
-# 40 % of the peak. The shape is the report's "1.5B" (1b5.py). No GPU has run it yet; rehearsed on
-# a CPU with a narrow model.
+# A model that one node of 8 GPUs of 80 GB trains in two days: 1.51B parameters, 50B tokens, 4.1e20 FLOPs, 36 hours at
+# 40 % of the peak. The shape is the report's "1.5B" (1b5.py). No GPU has run it yet; we tested it on a CPU with a
+# narrow model.
 #
 #     python -m corpus.cluster "hf://datasets/HuggingFaceFW/fineweb-edu/sample/100BT/*.parquet" \
 #         --max_bytes=160e9 --tokenizer=apertus --out=data/edu

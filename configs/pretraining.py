@@ -17,14 +17,14 @@ eval_every = 1000
 sample_every = 0
 
 # The data of the stages (report Table 6; swiss-ai/pretrain-code data lists). Within a stage all sources are one stream,
-# in proportion to what each holds, and a source named twice counts twice: no hand-set weights. Billions of tokens that
-# each held:
+# in proportion to their sizes, and a source named twice counts twice; no weights are set by hand. Billions of tokens in
+# each:
 POOLS = {"fineweb-edu-score-2": 4815, "fineweb-edu-score-3": 1179, "fineweb-hq-33": 4064, "fineweb-2-33": 3557,
          "fineweb-2-10": 986, "dclm-edu": 1619, "starcoder": 235, "starcoder-edu": 182, "stack-v2-edu": 68,
          "finemath": 32, "infimm-webmath": 19, "megamath-web": 260, "megamath-web-pro": 15, "wikipedia": 33,
          "parallel": 21, "flan": 1, "euroblocks": 1, "gutenberg-v1-poison": 2, "gutenberg-v2": 1}
-# fineweb-2-33: the best third of 20 languages and a random third of all others; starcoder-edu: score >= 2, and
-# >= 3 once more.
+# fineweb-2-33: the best third of 20 languages and a random third of all others; starcoder-edu: all with score >= 2, and
+# those with score >= 3 twice.
 SOURCES = {
     "1": ("fineweb-edu-score-2", "fineweb-2-33", "starcoder", "finemath", "gutenberg-v1-poison"),
     "2": ("fineweb-hq-33", "fineweb-2-33", "fineweb-edu-score-3", "starcoder", "finemath", "gutenberg-v1-poison"),

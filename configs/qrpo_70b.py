@@ -4,8 +4,8 @@ from configs.qrpo_8b import *
 
 out = "out/qrpo_70b"
 init_from = "out/sft_70b"
-# With "completions", "rewards", "ref_rewards" from an inference engine and the reward model of the 8B in the data, each
-# rank reads its shards of the start model and none ever holds all of it, 282 GB.
+# The data need "completions", "rewards" and "ref_rewards", from an inference engine and the reward model of the 8B.
+# Then each rank reads its shards of the start model, and no rank ever holds all of it, 282 GB.
 rewards = ""
 micro_batch = 1
 lr = 1e-7

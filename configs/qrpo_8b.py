@@ -2,7 +2,7 @@
 # Skywork-Reward-V2-Llama-3.1-8B, and 72,698 controversial ones by the Swiss AI Charter.
 out = "out/qrpo_8b"
 init_from = "out/sft_8b"
-# Prompts; with "completions" of other models (offline) the references (off-policy) are trained on too.
+# Prompts. If they come with "completions" of other models (offline), the references (off-policy) are trained on too.
 data = "data/preferences.jsonl"
 # A file of yours; for the reward model of the report, with pip install transformers:
 #     name = "Skywork/Skywork-Reward-V2-Llama-3.1-8B"
@@ -16,13 +16,13 @@ rewards = "reward.py"
 
 loss = "qrpo"
 length_norm = True
-beta = 5.0                        # over |y|: about .03 on average
-beta_max = 0.1                    # only in the released code, for the gradient's norm; kept: it matters below 50 tokens
+beta = 5.0                        # divided by |y|: about 0.03 on average
+beta_max = 0.1                    # only in the released code, to bound the gradient norm; it matters below 50 tokens
 n_refs = 10                       # the report and the README of the code; the released configurations have 30
 # The released scripts count the sample itself (--loo=0): with 30 references R_q is then .017 too large on
 # average.
 loo = 1
-pairs = "best"                    # the best against one of quantile <= max(.2, 1/n)
+pairs = "best"                    # the best against one with a quantile <= max(.2, 1/n)
 pairs_per_prompt = 1
 max_length = 4096
 max_new_tokens = 2048
@@ -32,7 +32,7 @@ micro_batch = 2
 warmup = 0.1
 lr = 5e-7
 optimizer = "ademamix"
-# Released configuration; the report has 0.99 for post-training. .999 is taken: under a thousand steps either is
+# Released configuration; the report has 0.99 for post-training. .999 is used: under a thousand steps both are
 # short.
 betas = (0.9, 0.999, 0.999)
 alpha = 8.0

@@ -20,7 +20,7 @@ total_samples = 4 * 2000     # 2.0M tokens
 warmup_samples = 4 * 100
 decay_samples = 4 * 600
 
-lr = 2e-3                    # at 1e-3 facts come later
+lr = 2e-3                    # at 1e-3 facts are learnt later
 lr_floor = 2e-4
 betas = (0.9, 0.999, 0.99)
 alpha = 2.0

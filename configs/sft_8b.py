@@ -12,7 +12,7 @@ micro_batch = 4
 warmup = 0.03
 lr = 5e-6
 optimizer = "ademamix"
-# The report's beta3; the released configuration has 0.999. 0.99 is taken: over 7,391 steps either is short.
+# The report's beta3; the released configuration has 0.999. 0.99 is used: over 7,391 steps both are short.
 betas = (0.9, 0.999, 0.99)
 alpha = 8.0                       # alpha and beta3 warm up over all steps
 weight_decay = 0.0

@@ -22,5 +22,5 @@ eval_every = 10
 eval_windows = 8
 sample_every = 0
 checkpoint_every = 10
-dtype = "float32"             # tests hold runs against each other to 1e-5: the same arithmetic on every CPU
+dtype = "float32"             # tests compare runs to 1e-5: the same arithmetic on every CPU
 compile = False

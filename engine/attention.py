@@ -47,7 +47,7 @@ def unfilled(doc, q, k, v):
     """
     Memory for the results of the operator: [y (B, H, T, D), *kept].
 
-    kept, for the gradient: by segments the logsumexp of the scores (B, H, T), by the formula the probabilities
+    kept, for the gradient: with segments the logsumexp of the scores (B, H, T), with the formula the probabilities
     (B, H, R, S) of each slice.
     """
     B, H, T, D = q.shape
@@ -68,7 +68,7 @@ def by_segments(attend, doc, inputs, outputs):
     Write attend(*inputs) into `outputs`, all (B, heads, T, ...): for each document by itself, (1, heads, length, ...),
     or for all rows at once, if each is one document.
     """
-    # The kernel takes half the time in fp32 for short documents in bf16.
+    # For short documents in bf16 the kernel takes half the time if they are converted to fp32.
     if doc is not None:
         inputs = map(at_least_fp32, inputs)
     tensors = [*inputs, *outputs]
@@ -134,7 +134,7 @@ def formula_backward(gradients, grad, q, k, v, y, *kept):
     """Write the gradients of q, k and v into `gradients`; grad: that of the output."""
     grad_q, grad_k, grad_v = gradients
     B, K, T, D = k.shape
-    # A key collects a sum over all slices behind it, in fp32.
+    # The gradient of a key is a sum over its own and all later slices, in fp32.
     sum_k, sum_v = torch.zeros(2, B * K, T, D)
     for rows, p, queries, keys, values in slices(q, k, v, kept):
         incoming = grouped(grad[:, :, rows], K)                          # (B K, H/K R, D)
@@ -182,7 +182,7 @@ def attention_backward(doc, saved):
 
 
 def gradients_of(ctx, gradients):
-    """Of the results only the output has a gradient, and doc has none."""
+    """Gradients of doc (none), q, k and v. Of the results only the output has one."""
     doc, *saved = ctx.saved_tensors
     found = attention_backward(doc, [gradients[0], *saved])
     return None, *found

@@ -18,9 +18,9 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from engine.hardware import can_compile
 
-# Calling a compiled kernel has a price, so small tensors (gains, scalars) are joined and updated as one, and MANY
+# Each call of a compiled kernel costs time, so small tensors (gains, scalars) are joined and updated as one, and MANY
 # tensors share a call. A larger MANY saves calls, but takes longer to compile; a larger SMALL costs more for copying
-# than it saves. A tensor of more than SMALL elements is its own: viewed as rows of WIDE, without a copy.
+# than it saves. A tensor of more than SMALL elements is not joined: it is viewed as rows of WIDE, without a copy.
 SMALL = 4_096
 MANY = 3
 WIDE = 16
@@ -49,16 +49,16 @@ def updater(update, device, compile):
     # dynamic: one kernel for tensors of every size.
     fused = torch.compile(many, fullgraph=True, dynamic=True)
 
-    # Tensors of one length may differ in the next call. "Duck shapes" would take their lengths for one variable.
+    # Tensors of equal length may have other lengths in the next call: "duck shapes" would treat them as one variable.
     @shapes.patch(use_duck_shape=False)
     def joined(rows, t, numbers):
         wide, small = [], []
         for row in rows:
             n = row[0].numel()
-            # Large tensors that are not contiguous, or no multiple of WIDE, are joined too: they are rare.
+            # Large tensors that are not contiguous, or not a multiple of WIDE, are joined too: they are rare.
             alone = n > SMALL and n % WIDE == 0 and all(x.is_contiguous() for x in row)
             (wide if alone else small).append(row)
-        # Zeros up to whole rows, and at least two: torch.compile would compile one row apart.
+        # Zeros fill up whole rows, at least two: torch.compile would compile a single row separately.
         n = sum(row[0].numel() for row in small)
         small.append([x.new_zeros(2 * WIDE - n % WIDE) for x in rows[0]])
         columns = list(zip(*small))
@@ -80,11 +80,11 @@ def updater(update, device, compile):
 
 def in_rows(x):
     """
-    x as (n / WIDE, WIDE), the same memory. torch.compile takes WIDE for fixed: with no known length a kernel moves
-    one number at a time on a GPU, and with this one 16 bytes.
+    x viewed as (n / WIDE, WIDE). WIDE is marked static: on a GPU a kernel moves 16 bytes at a time if it knows the
+    length of a row, else one number.
     """
-    # FSDP's gradients are parts of one buffer. torch.compile would compile those that do not begin at its start apart,
-    # and views apart from whole tensors: so .data.
+    # FSDP's gradients are parts of one buffer. torch.compile would compile again for parts that do not begin at its
+    # start, and for views: from_dlpack() and .data hide both.
     if x.storage_offset():
         x = from_dlpack(to_dlpack(x.detach()))
     rows = x.view(-1, WIDE).data

@@ -1,16 +1,16 @@
 """
-Checkpoints that survive a kill, and that need no trust.
+Checkpoints that survive a kill and are safe to load.
 
     out/run/ckpt/step-00001000/
         shard-*.safetensors    weights and optimizer states, by torch.distributed.checkpoint (DCP)
-        manifest.json          step, settings, and the sha256 of every file, of itself too
+        manifest.json          step, settings, and the sha256 of every file, itself included
 
 All or nothing. A checkpoint is written under a temporary name, flushed to disk, and then renamed. Under its final name
     it is whole, or it does not exist.
 Every file is hashed, because torch.save, DCP and safetensors all load a flipped bit without an error. A run resumes
-    from the newest checkpoint whose hashes hold.
-Nothing here can execute: safetensors and JSON, no pickle. (DCP's own .metadata is a pickle, and torch.load of an
-    untrusted file runs code.)
+    from the newest checkpoint whose hashes all match.
+Loading runs no code of the file: safetensors and JSON, no pickle. (DCP's own .metadata is a pickle, and torch.load of
+    an untrusted file runs code.)
 
 Each process writes and hashes its own part, and any number of processes can read it (engine/restore.py). `group` is a
 gloo process group for this file alone (engine/parallel.py makes it), or None for one process. A Saver writes while
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from engine.files import flush, make_folder, sha256, sha256_of, write_flushed
 from engine.parallel import launched, local
 
-# DCP warns where there is no process group, which one process does not need.
+# DCP warns if there is no process group, but a single process needs none.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -52,8 +52,8 @@ def rank_in(group):
 
 def on_all_ranks(do, group):
     """
-    The list of what do() returned on each rank. If it fails on any rank, OSError on all of them, with the first error.
-    Every rank of the group must call it.
+    Run do() on every rank, and return the list of their results. If it fails on any rank, all raise OSError with the
+    first error. Every rank of the group must call this.
     """
     from torch.distributed.checkpoint import CheckpointException
 
@@ -70,13 +70,13 @@ def on_all_ranks(do, group):
 
 
 def steps_in(folder):
-    """The steps of all checkpoints that have their final name, rising."""
+    """The steps of all checkpoints that have their final name, in ascending order."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name))
 
 
 def sealed(manifest):
-    """The manifest as a text that carries its own sha256. To check one, seal it again and compare: no bit may flip."""
+    """The manifest as a text with its own sha256. To check one, seal it again and compare all of the text."""
     return json.dumps(dict(sha256=sha256_of(manifest), manifest=manifest), sort_keys=True, indent=1)
 
 
@@ -100,9 +100,9 @@ def write(folder, step, tensors, info, keep, spare, group):
     """
     Write folder/step-N, all or nothing, and delete old checkpoints (delete_old).
 
-    tensors: {name: tensor}, which nothing changes until this returns. info: what else to know of the run, as JSON
-    (settings, counters). OSError (disk full, read-only), on every rank alike, leaves the old files untouched and
-    nothing under the new name.
+    tensors: {name: tensor}, which must not change until this returns. info: further entries of the manifest (settings,
+    counters), as JSON values. OSError (disk full, read-only) on every rank leaves the old files untouched and nothing
+    under the new name.
     """
     import torch.distributed.checkpoint as dcp             # here, since it takes a second that --help need not wait for
 
@@ -140,14 +140,14 @@ def write(folder, step, tensors, info, keep, spare, group):
         raise OSError(f"checkpoint of step {step} was not written to {folder}: {e}") from None
 
 
-FILE = 2**28                       # bytes that a file of a checkpoint has at most, if no single tensor is larger
+FILE = 2**28                       # most bytes in a file of a checkpoint, unless a single tensor is larger
 
 
 def into_files(tensors):
     """
     {name: the number of its file, from 1}: in order, files of at most FILE bytes, or of the largest tensor's.
 
-    Before it writes a file, DCP makes a string of its bytes and a copy of that. With one file for all tensors of the 8B
+    Before it writes a file, DCP copies its bytes twice in memory. With one file for all tensors of the 8B
     and its states that would be 258 GB; with these files it is twice the largest tensor, 4 GB.
     """
     sizes = {name: local(t).nbytes for name, t in tensors.items()}
@@ -163,8 +163,8 @@ def into_files(tensors):
 
 def delete_old(folder, step, keep, spare):
     """
-    Delete all checkpoints but the `keep` newest (0: delete none) and the newest until step `spare` (None: no such).
-    Those after `step` do not count: a resumed run has passed them over because they are damaged.
+    Delete all checkpoints but the `keep` newest (0: delete none) and the newest of those until step `spare` (if not
+    None). Those after `step` are left alone: a resumed run has passed them over because they are damaged.
     """
     until_now = [s for s in steps_in(folder) if s <= step]
     before_decay = [s for s in until_now if s <= (spare or 0)]
@@ -196,13 +196,13 @@ class Saver:
             print(text)
 
     def save(self, step, model, optimizer, info, spare=None):
-        import torch.distributed.checkpoint                # not in the thread, where torch.compile may import too
+        import torch.distributed.checkpoint                # not in the thread: torch.compile may import meanwhile
 
         from engine.gpus import free_on_host
 
         self.wait()
         tensors = tensors_of(model, optimizer)
-        # Each rank of this node copies its own.
+        # All ranks of this node copy their tensors to the same host.
         need = (launched() or [1])[-1] * sum(local(t).nbytes for t in tensors.values())
         behind = need < 0.9 * (free_on_host() or math.inf)
         if behind:
@@ -215,7 +215,7 @@ class Saver:
             self.wait()
 
     def wait(self):
-        """Until the last save is on disk, or has failed."""
+        """Wait until the last save is on disk, or has failed."""
         last, self.pending = self.pending, None
         if not last:
             return

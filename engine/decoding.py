@@ -1,5 +1,5 @@
 """
-Decoding on a CPU: a matrix times one row reads the whole matrix once, so memory sets the pace.
+Decoding on a CPU: a matrix times one row reads the whole matrix once, so memory bandwidth limits it.
 
     one_row_products(model)        for the compiled step: sums that read four places of memory at once
     lay_out_for_decoding(model)    for eager steps: matrices stored by columns, which MKL reads 1.2 to 2 times as fast
@@ -15,14 +15,13 @@ class OneRow(Linear):
     """
     A Linear that torch.compile turns into plain sums, in fp32, if x is a single row (..., K), as in decoding.
 
-    Such a product reads all of the weight (N, K) once, at the pace of the memory, which compiled sums keep and MKL does
-    not.
+    Such a product reads all of the weight (N, K) once. Compiled sums reach the bandwidth of the memory, MKL does not.
     """
 
     def forward(self, x):
         w = self.weight.to(x.dtype)
         compiled = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        # fp64 would lose digits.
+        # An fp64 weight would lose digits in fp32.
         if not compiled or x.numel() > x.shape[-1] or not w.is_contiguous() or x.dtype == torch.float64:
             return F.linear(x, w)
         x32 = x[..., None, :].float()                                    # (..., 1, K)
@@ -43,9 +42,9 @@ def lay_out_for_decoding(model):
     """
     Store fp32 matrices with more outputs than inputs by columns: same values and shape, other strides.
 
-    For a model on a CPU that only generates, because checkpoints want rows.
+    Only for a model on a CPU that generates and is not saved, because checkpoints want rows.
     """
-    embedding = model.model.embed_tokens.weight            # rows of it are looked up
+    embedding = model.model.embed_tokens.weight            # look-ups read it by rows
     for module in model.modules():
         if type(module) is not Linear or module.weight is embedding:
             continue

@@ -9,7 +9,7 @@ Files that are whole or absent, whatever happens to the process or to the power.
     read_json        the object in a JSON file, or an error of one line
     read_text        the text in a UTF-8 file, or an error of one line
 
-It imports only the standard library: a data worker or --help does not wait for torch.
+This file imports only the standard library, so that data workers and --help do not wait for torch.
 """
 
 import contextlib
@@ -101,7 +101,7 @@ def flush(path):
 
 def lock(path, advice):
     """
-    Open a file and lock it for this process, until it is closed. advice: what a user may do if another process has it.
+    Open a file and lock it for this process, until it is closed. advice: for the error if another process has it.
 
     ValueError: another process has it. A file system without locks (NFS without lockd, Windows) is a warning.
     """

@@ -1,5 +1,5 @@
 """
-The matrices of all blocks multiplied in eight bits, which Hopper and Ada do twice as fast as in bf16.
+Multiply the matrices of all blocks in eight bits, which takes Hopper and Ada half the time of bf16.
 
     y  = x w^T          x and w in e4m3, 3 bits of mantissa:   relative error at most 2^-4
     dx = dy w           dy in e5m2, 2 bits and a wider range:  at most 2^-3
@@ -7,12 +7,12 @@ The matrices of all blocks multiplied in eight bits, which Hopper and Ada do twi
 
 Each tensor is divided by a scale of its own, max |t| / the largest number of its format, computed anew for every
 product ("current scaling"). So there is no history to save, and a run resumes bit-exactly. Numbers of x and w below
-1/28,672 of the largest have fewer bits. A scale covers the positions of one micro-batch on one device, so another
+1/28,672 of the largest are subnormal. A scale covers the positions of one micro-batch on one device, so another
 micro_batch rounds differently. Weights, gradients, communication and the optimizer stay as they are, and so do
 embedding, head, norms, activation and attention.
 
 The report tried this with the 8B after 8T tokens (appendix D): 26 % faster, and the loss 0.01 higher at once. It
-diverged 300B tokens later, and they returned to bf16; here --resume --fp8=False does that. After 300 steps of 3.5M
+diverged 300B tokens later, and the run returned to bf16; here --resume --fp8=False does that. After 300 steps of 3.5M
 parameters on a CPU, with the same rounding, validation is 0.010 +- 0.011 nats per token higher than in bf16 and
 the last 50 training steps 0.011 +- 0.009 (five seeds). It has not run on a GPU.
 
@@ -53,7 +53,7 @@ def product(a, a_scale, b, b_scale, dtype, fast=False):
     """
     a (M, K) @ b (N, K).T -> (M, N) in dtype. GPUs want both to be contiguous along K.
 
-    fast: add up with fewer bits, as usual forward and not backward.
+    fast: accumulate with fewer bits, as is usual in the forward pass but not in the backward pass.
     """
     return torch._scaled_mm(a.contiguous(), b.contiguous().T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
@@ -64,7 +64,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         x8, x_scale = quantise(x, E4M3)
-        # Save w itself, the parameter: FSDP frees it after the block, where a copy in 8 bits would stay.
+        # Save w itself, the parameter: FSDP frees it after the block, whereas a copy in 8 bits would stay.
         ctx.save_for_backward(x8, x_scale, w)
         return product(x8, x_scale, *quantise(w, E4M3), x.dtype, fast=True)
 
@@ -87,7 +87,7 @@ class Linear8(nn.Linear):
 
 
 def multiply_in_fp8(model):
-    """Have the matrices of all blocks multiply in fp8. The head stays, since its errors are those of the logits."""
+    """Make the matrices of all blocks multiply in fp8. The head does not, since its errors would be in the logits."""
     for module in model.model.layers.modules():
         if isinstance(module, nn.Linear):
             module.__class__ = Linear8

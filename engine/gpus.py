@@ -11,10 +11,10 @@ import torch
 
 
 class GPU(NamedTuple):
-    """A kind of GPU: FLOP/s as its vendor says; of the vendor's links about 80 and 90 %, as measured."""
+    """A kind of GPU: FLOP/s by its vendor; links at about 80 and 90 % of the vendor's numbers, as measured."""
     flops: float              # bf16 FLOP/s of a dense matrix product
-    memory: float             # bytes that torch reports: 80 GB are sold and 79.1 GiB are there
-    node_gbs: float           # GB/s of one GPU to the others of its node; 0: it has no such link
+    memory: float             # bytes that torch reports; a card sold as 80 GB has 79.1 GiB
+    node_gbs: float           # GB/s of one GPU to the others of its node; 0: no such link
     net_gbs: float            # GB/s of one GPU to other nodes
     per_node: int
 
@@ -39,8 +39,8 @@ for row in TABLE.strip().splitlines():
 
 def usage(flops):
     """
-    For the log: the share of this GPU's peak that the model's own FLOP/s take, None if the GPU is not in GPUS, and the
-    most memory so far.
+    For the log: MFU, the model's FLOP/s as a share of this GPU's peak (None if the GPU is not in GPUS), and the peak
+    memory so far.
     """
     name = torch.cuda.get_device_name().lower()
     mfu = next((flops / gpu.flops for kind, gpu in GPUS.items() if kind.replace("-", " ") in name), None)
@@ -53,7 +53,7 @@ def memory_of(device):
         return torch.cuda.get_device_properties(device).total_memory
     # Windows has no sysconf.
     if device == "cpu" and hasattr(os, "sysconf"):
-        # Ranks share it.
+        # All ranks of a node share it.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
@@ -61,7 +61,7 @@ def memory_of(device):
 def free_on_host():
     """
     Bytes of main memory that are free; None if unknown (no Linux). A container or a Slurm job has a limit of its own
-    (cgroup v2), against which the cache of files does not count.
+    (cgroup v2), in which inactive file cache counts as free.
     """
     def number(path, before=""):
         """The first number behind some words in a file."""

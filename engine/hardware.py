@@ -1,8 +1,8 @@
 """
-The meaning of "auto" on this machine, and speed on a CPU. Nothing here changes results.
+The meaning of "auto" on this machine, and settings that make a CPU faster without changing results.
 
     pick_device, pick_dtype, can_compile    the meaning of "auto" here, and whether torch.compile can work
-    spin_briefly, keep_freed_memory         a faster CPU
+    spin_briefly, keep_freed_memory         the settings for a CPU
 
 Import this file before torch: libgomp reads the number that spin_briefly sets when torch loads it.
 """
@@ -21,15 +21,15 @@ def spin_briefly():
     of 300,000.
 
     If another program uses a core, the thread that shares it is late at every barrier. The others would spin for
-    milliseconds and keep it from moving to their cores: 1,000 are as fast on an idle machine, and 5 times as fast
-    on a busy one (records/README.md). Threads and results stay the same.
+    milliseconds and keep it from moving to their cores: 1,000 checks are as fast on an idle machine, and 5 times as
+    fast on a busy one (records/README.md). Threads and results stay the same.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 spin_briefly()
-# On a GPU, blocks that grow leave fewer gaps.
+# On a GPU, segments that can grow leave fewer gaps in memory.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 import torch  # noqa: E402
 
@@ -55,7 +55,8 @@ def pick_dtype(dtype, device):
     """
     float32 or bfloat16, as a torch.dtype. "auto" is bf16 on devices that multiply in it.
 
-    These are CPUs with AVX-512 BF16 or AMX, and GPUs but T4 and V100, which emulate bf16 many times slower than fp32.
+    These are CPUs with AVX-512 BF16 or AMX, and GPUs newer than T4 and V100, which emulate bf16 many times slower than
+    fp32.
     """
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
@@ -70,7 +71,7 @@ def pick_dtype(dtype, device):
 
 def can_compile(device):
     """Whether torch.compile finds its tools: a C++ compiler on a CPU, Triton and a C compiler on CUDA."""
-    # torch would first compile a program to see whether AVX works: seconds of every start.
+    # torch would first compile a program to see whether AVX works, which takes seconds at every start.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     kind = torch.device(device).type
     if kind == "cuda" and find_spec("triton"):
@@ -81,12 +82,12 @@ def can_compile(device):
 
 def keep_freed_memory():
     """
-    Let malloc keep the memory that a step frees. It would return it to the kernel, which fills every new page with
-    zeros: an eighth of a step of the laptop's model.
+    Let malloc keep the memory that a step frees. Else malloc returns it to the kernel, which fills every new page with
+    zeros: an eighth of the time of a step of configs/laptop.py.
 
-    Tensors above 32 MB are still returned: that is glibc's upper limit of the first number, which must be set because
-    setting the second alone freezes the first at 128 KB. The user's own settings, and other C libraries, stay as they
-    are.
+    Memory of tensors above 32 MB is still returned, since glibc allows no larger M_MMAP_THRESHOLD. It has to be set
+    because setting M_TRIM_THRESHOLD alone freezes it at 128 KB. The user's own settings, and other C libraries, stay as
+    they are.
     """
     if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
         return

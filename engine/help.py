@@ -1,4 +1,4 @@
-"""The text of --help, and hints in error messages of configurator.py: the setting meant, the package missing."""
+"""The text of --help, and hints in configurator.py's error messages: the intended setting, the missing package."""
 
 import difflib
 import inspect
@@ -20,7 +20,7 @@ iterations=total_samples epochs=total_samples num_epochs=total_samples
 
 
 def suggestion(key, known):
-    """The settings that an unknown one may mean, as the end of a sentence. known: the names of all settings."""
+    """The settings that an unknown name may mean, as the end of a sentence. known: the names of all settings."""
     others = dict(pair.split("=") for pair in OTHERS.split())
     near = [others[key]] if others.get(key) in known else difflib.get_close_matches(key, known)
     return f", did you mean {' or '.join(map(repr, near))}?" if near else "; --help lists them"
@@ -44,7 +44,7 @@ def print_help(script, namespaces, settings, beyond=None):
         comments = dict(re.findall(r"(?m)^ *(\w+).* = .*?  # *(.*)", text))
         for key, value in settings(space).items():
             if key not in shown:
-                # The other arguments, which have no flag.
+                # PATHS are the arguments without a flag.
                 name = "PATHS" if key == "paths" else f"--{key}={value!r}"
                 print(f"  {name}".ljust(38), comments.get(key, ""))
                 shown.add(key)

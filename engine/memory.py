@@ -6,17 +6,18 @@ The memory that a training step takes on a device, added up before anything is a
     states        12 with AdEMAMix, 8 with --state_dtype=bfloat16, 8 with AdamW
                   fsdp and hsdp divide these three by the ranks that share one copy
     activations   numbers that backward needs of each block and position, 2 bytes each in bf16:
-                  none        2 F + 7 C + 3 K     (C wide, F in the feed-forward, K in the keys of all their heads)
+                  none        2 F + 7 C + 3 K     (C: n_embd, F: width of the feed-forward, K: width of all key heads)
                   cheap       F + 4 C + 2 K       (engine/recompute.py)
                   selective   4 C + 2 K
                   full        C
-    temporary     6 bytes per weight of the head, whose gradient is added up in fp32, or one recomputed block
+    temporary     the larger of the loss (a chunk of logits, and 6 bytes per weight of the head, whose gradient is
+                  summed in fp32) and one block in backward
     beyond        memory of the device that torch's allocator does not count: CUDA, and gaps between its blocks. 6 % of
                   the sum, 16 % in shards: the largest shares in whole steps of the 8B and 1.5B on a stand-in for CUDA
 
-A step fits if the sum is at most the device's memory; tools/plan.py uses the same sum. Without the last line it is 0
-to 6 % less than the peaks of whole 8B steps in torch's allocator on a stand-in for an H200. Eager torch also keeps the
-blocks' weights in bf16 for backward, 14 GB of the 8B.
+A step fits if the sum is at most the device's memory; tools/plan.py uses the same sum. Without `beyond` it is 0 to 6 %
+less than the peaks of whole 8B steps in torch's allocator on a stand-in for an H200. Eager torch also keeps the blocks'
+weights in bf16 for backward, 14 GB at the 8B.
 """
 
 import os
@@ -30,7 +31,7 @@ MODES = ("none", "cheap", "selective", "full")
 
 
 def trained(module):
-    """The number of its trained parameters."""
+    """The number of trained parameters of a module."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
@@ -61,7 +62,7 @@ def of_step(model, settings, tokens, size=2, shards=1):
     head = model.lm_head.weight
     logits, gradient = (2**27, 6 * head.numel()) if head.requires_grad else (2**26, 0)
     in_head = 8 * min(logits, positions * c.vocab_size) + gradient
-    # Activations and 0.7 of their gradients at once; weights in bf16 and their gradients.
+    # All activations of the block with 0.7 of their gradients; its weights in bf16 and their gradients.
     in_block = 1.7 * kept["none"] * positions * size + 8 * trained(model.model.layers[0])
     beyond = 0.06
     if shards > 1:
@@ -76,9 +77,9 @@ def check_run(run, build, again=False):
     """
     Make a step of a run of train.py fit on its device, and print the sum on a GPU. build(run): the model.
 
-    If it does not fit as asked, fewer windows are in memory at once (not with --exact), and with hsdp, where no
-    hsdp_shard is named, more ranks share a copy. ValueError, with the sum and commands that fit, if that is not enough.
-    again: once the ranks have met and may hold the model already, for windows whose length was not known before.
+    If it does not fit as asked, fewer windows are in memory at once (not with --exact); with hsdp and no hsdp_shard,
+    more ranks share a copy. ValueError, with the sum and commands that fit, if that is not enough.
+    again: a second check for windows whose length was unknown before; ranks have met and may hold the model.
     """
     settings = run.config
     ranks, device = run.ranks, run.device
@@ -90,8 +91,8 @@ def check_run(run, build, again=False):
     with torch.device("meta"):
         model = build(run)
     if device.startswith("cuda") and not again:
-        # The step can use what this process has freed; a teacher and other processes keep theirs. A GB is CUDA's own in
-        # this process, which the sum counts too.
+        # The step can use memory that this process has freed, but not that of a teacher or of other processes. Add the
+        # 1 GB that CUDA itself takes in this process, since the sum counts it too.
         torch.cuda.empty_cache()
         free = min(has, torch.cuda.mem_get_info(device)[0] + 1e9)
     # Ranks of one group share each window.
@@ -100,7 +101,7 @@ def check_run(run, build, again=False):
     def takes(shards, **flags):
         return of_step(model, settings | flags, tokens, run.dtype.itemsize, shards)
 
-    # By all memory of the device, since all ranks must choose the same.
+    # Chosen by the device's whole memory, not by the free part, since all ranks must choose the same.
     most = ranks.size if ranks.mode == "hsdp" and not settings["hsdp_shard"] and not again else ranks.shard
     ways = [(shards, rows) for shards in range(ranks.shard, most + 1, ranks.shard) if ranks.size % shards == 0
             for rows in range(run.rows, 0, -1) if run.rows % rows == 0 and (rows == run.rows or not ranks.exact)]
@@ -126,8 +127,9 @@ def gb(size):
 
 def commands_that_fit(takes, settings, shards, room, doublings):
     """
-    Commands with which a step takes at most `room` bytes: with these devices, the fastest first, and with the fewest
-    more: twice as many, up to `doublings` times (ranks on a CPU share its memory). takes(shards, **flags): as of_step.
+    Commands with which a step takes at most `room` bytes, at most one for each dtype of the states: on the fewest
+    devices (`shards` of them, or 2, 4, ... times that, up to 2^doublings; ranks on a CPU share its memory), and there
+    the fastest. takes(shards, **flags): as of_step.
 
     A smaller micro-batch costs least time, then recomputation; both change results by rounding alone. bf16 states are
     the last resort.
@@ -135,7 +137,7 @@ def commands_that_fit(takes, settings, shards, room, doublings):
     most = settings["micro_batch"]
     modes = MODES[MODES.index(settings["recompute"]):]
     dtypes = [settings["state_dtype"]] + ["bfloat16"] * (settings["optimizer"] == "ademamix")
-    # More devices change no setting that is seen in the result; bf16 states do.
+    # More devices come before bf16 states, since bf16 changes the optimizer.
     tried = [(devices, dict(micro_batch=rows, recompute=mode, state_dtype=dtype, parallel="fsdp"))
              for dtype in dtypes
              for devices in [shards * 2**n for n in range(1 + doublings)]
@@ -148,7 +150,7 @@ def commands_that_fit(takes, settings, shards, room, doublings):
 
 
 def command(devices, changed, settings):
-    """The command line of this process on so many devices with some settings changed."""
+    """The command line of this process on a number of devices, with some settings changed."""
     script = os.path.relpath(sys.argv[0])
     if "/" in script:
         script = f"-m {script.removesuffix('.py').replace('/', '.')}"

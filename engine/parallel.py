@@ -1,18 +1,18 @@
 """
 One step of training on many processes, with the same numbers as on one.
 
-    batch    rank r of R takes samples r B/R ... (r+1) B/R - 1 of every step's B, so every R sees the same data
+    batch    rank r of R takes samples r B/R ... (r+1) B/R - 1 of every step's B, so the data are the same for every R
     loss     a sum over the kept tokens of all ranks, divided by their number, so gradients of ranks and micro-batches
-             simply add up
+             add up
     ddp      each rank holds all weights, gradients and states (20 bytes a parameter); gradients are all-reduced once,
-             behind the last micro-batch
+             after the last micro-batch
     fsdp     each rank holds 1/R of them (FSDP2). A block's weights are gathered just before it runs and freed after it;
              its gradients are reduce-scattered. Weights travel in bf16 (the embedding in fp32), gradients in fp32
     hsdp     fsdp inside a node, where links are fast, and one all-reduce of the shards between nodes
 
 If any rank is stopped or meets a NaN, all ranks stop in the same step: the flags travel in the all-reduce of the loss.
 Collectives and sharding are torch's. Added here is the order: recompute activations, compile, shard, then fill each
-shard. Tensor and pipeline parallelism, which thousands of GPUs need (python -m tools.plan says from where on), are in
+shard. Tensor and pipeline parallelism, which thousands of GPUs need (python -m tools.plan says when), are in
 github.com/pytorch/torchtitan.
 
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
@@ -37,7 +37,7 @@ MODES = ("auto", "none", "ddp", "fsdp", "hsdp")
 
 
 def launched():
-    """(rank, ranks, rank on this node, ranks on this node) as torchrun or srun says; None without a launcher."""
+    """(rank, ranks, rank on this node, ranks on this node) from torchrun or srun; None without a launcher."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         here = env.get("LOCAL_RANK", 0), env.get("LOCAL_WORLD_SIZE", 1)
@@ -45,7 +45,7 @@ def launched():
     ranks = int(env.get("SLURM_NTASKS", 1))
     if "SLURM_PROCID" not in env or ranks == 1:
         return None
-    # srun starts one process per GPU and names no meeting point. Ranks meet on the node that launched the job, at a
+    # srun starts one process per GPU and sets no address to meet at. Ranks meet on the node that launched the job, at a
     # port that differs between jobs.
     env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
@@ -59,15 +59,15 @@ class Ranks:
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
 
     mode: none | ddp | fsdp | hsdp, or auto: none without a launcher, fsdp on one node, hsdp on several. exact: add
-    gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, which one process then does as
-    well. shard: with hsdp, how many ranks share one copy of the model;
-    0 = those of a node. ValueError for what cannot work. No connection is opened before join().
+    gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, even with one process. shard: with
+    hsdp, how many ranks share one copy of the model; 0 = those of a node. ValueError for settings that cannot work. No
+    connection is opened before join().
     """
 
     def __init__(self, mode="none", exact=False, shard=0):
         if mode not in MODES:
             raise ValueError(f"parallel={mode!r}: there is {', '.join(MODES)}")
-        # A single process inside a Slurm job has srun's variables too. Without a mode only torchrun's count.
+        # A single process inside a Slurm job has srun's variables too. With mode none only torchrun's count.
         found = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
         self.rank, self.size, self.local, node = found or (0, 1, 0, 1)
         if mode == "auto":
@@ -90,7 +90,7 @@ class Ranks:
         self.shard = dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1)
         if self.size % self.shard:
             raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: take a divisor of that")
-        # The group that checkpoints are written with, from join() to leave().
+        # The process group that writes checkpoints, from join() to leave().
         self.files = None
 
     def place(self, device):
@@ -110,10 +110,10 @@ class Ranks:
         return f"cuda:{self.local}"
 
     def micro_batch(self, batch_size, micro_batch):
-        """Samples in memory at once on each rank. ValueError for a batch that cannot be split so."""
+        """Samples in memory at once on each rank. ValueError if the batch cannot be split like that."""
         if batch_size < 1 or micro_batch < 1:
             raise ValueError(f"batch_size={batch_size} and micro_batch={micro_batch} must be at least 1")
-        # exact adds up the same micro-batches for every number of ranks, so there it is not made smaller.
+        # exact adds up the same micro-batches for every number of ranks, so they are never made smaller.
         micro = micro_batch if self.exact else min(micro_batch, max(1, batch_size // self.groups))
         if batch_size % (micro * self.groups):
             batch = micro_batch * self.groups
@@ -131,7 +131,7 @@ class Ranks:
         if self.mode == "none":
             return
         wait = timedelta(seconds=timeout)
-        # A single process meets no other and needs no network: a store in its own memory will do.
+        # A single process needs no network: a store in its own memory will do.
         store = dist.HashStore() if self.size == 1 else None
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, None, wait, self.size, self.rank, store)
@@ -156,7 +156,7 @@ class Ranks:
         return total.tolist()
 
     def agree(self, flag):
-        """Whether any rank says so. On the CPU, since a GPU would first finish all kernels that are queued."""
+        """Whether the flag is set on any rank. On the CPU, since a GPU would first finish all queued kernels."""
         if self.size == 1:
             return flag
         flags = torch.tensor(float(flag))
@@ -183,14 +183,14 @@ def distribute(model, ranks, device, recompute="none", compiled=False):
     """
     Recompute activations, compile each block, shard: in this order. Changes the model.
 
-    A model to be sharded is on the meta device, and memory is allocated for this rank's shards only. One whose shards
-    have memory keeps them.
+    A model to be sharded is on the meta device, and memory is allocated for this rank's shards only. A model that has
+    memory is not sharded again.
     """
     from engine.recompute import recompute_activations     # here, since only a run needs it
 
     recompute_activations(model, recompute)
     if compiled:
-        # Blocks share their code: depth costs no time. A break in the graph would be a slow run, so it is an error.
+        # Blocks share their compiled code: depth costs no compile time. A graph break would be slow, so it is an error.
         for block in model.model.layers:
             block.compile(fullgraph=True)
         model.chunk_loss = torch.compile(model.chunk_loss)
@@ -220,10 +220,10 @@ def drop_gathered(model):
 
 def reduce_after(model, ranks, last):
     """
-    Say before a micro-batch whether sharded gradients are added over ranks after it; last: it is the step's last one.
+    Set before a micro-batch whether sharded gradients are added over ranks after it; last: it is the step's last one.
 
-    FSDP does after each, because a rank that kept whole gradients until the last would need 282 GB at 70B. In exact
-    mode it does wait, since micro-batches must first be added in fp64.
+    FSDP adds them after each, because a rank that kept whole gradients until the last would need 282 GB at 70B. In
+    exact mode it waits, since micro-batches must first be added in fp64.
     """
     if ranks.sharded:
         model.set_requires_gradient_sync(last or not ranks.exact)
@@ -231,7 +231,7 @@ def reduce_after(model, ranks, last):
 
 
 def gradients(model):
-    """All gradients as a list: of sharded parameters this rank's rows."""
+    """All gradients as a list; for sharded parameters, this rank's rows."""
     return [local(p.grad) for p in model.parameters() if p.grad is not None]
 
 
@@ -245,7 +245,7 @@ def add_gradients(model, ranks):
 
 def square_norm(model, ranks):
     """
-    This rank's part of the squared L2 norm of all gradients, as a float. ranks.add() of it is the whole.
+    This rank's part of the squared L2 norm of all gradients, as a float. ranks.add() gives the sum.
 
     Summed in fp64: in fp32 the norms of shards and of whole tensors differ by 2e-6, and so do clipped updates.
     """
@@ -263,14 +263,14 @@ def square_norm(model, ranks):
 @contextlib.contextmanager
 def stop_signals(names=("SIGTERM", "SIGUSR2")):
     """
-    A list that fills when one of these signals arrives. The loop reads it between steps; the handler must do no more,
-    since it may interrupt an all-reduce.
+    A list that fills when one of these signals arrives. The loop reads it between micro-batches; the handler must do no
+    more, since it may interrupt an all-reduce.
 
     A signal to one rank ends all of them, and torchrun, with exit code 0. torchrun passes a SIGTERM on to its ranks. It
-    passes SIGUSR2 on only with --signals-to-handle; without, it dies of it and the ranks run on.
+    passes SIGUSR2 on only with --signals-to-handle; without that, it dies and the ranks continue.
     """
     caught = []
-    # Windows has no SIGUSR1. Another thread than the main one, as in a notebook's worker, may not set handlers.
+    # Windows has no SIGUSR1. Only the main thread may set handlers, not a notebook's worker.
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     if threading.current_thread() is not threading.main_thread():
         numbers.clear()
@@ -289,10 +289,10 @@ LOST = re.compile(".{0,90}(gloo|NCCL|Connection closed by peer|Connection reset|
 @contextlib.contextmanager
 def orderly_exit():
     """
-    Around a script's run(): its exit code survives, and a rank that has lost another says so in one line.
+    Around a script's run(): its exit code survives, and a rank that has lost another prints one line.
 
-    A process that a launcher started leaves by os._exit, because gloo's threads may abort an interpreter that shuts
-    down in the usual way, with exit code -6.
+    A process that a launcher started leaves by os._exit, because gloo's threads may abort a normal shutdown of the
+    interpreter with exit code -6.
     """
     found, code = launched(), 1
     try:

@@ -38,7 +38,7 @@ PANELS = dict(
     lr="learning rate",
     tok_s="tokens per second",
     minutes="validation (bits/byte) over minutes")
-# {key of the log: (label of the x-axis, how many of the log make one of the axis)}
+# {key of the log: (label of the x-axis, units of the log per unit of the axis)}
 UNITS = dict(tokens=("million tokens", 1e6), step=("step", 1), seconds=("minutes", 60))
 
 
@@ -46,7 +46,7 @@ def entries(folder):
     """
     Yield the entries of a run's log.jsonl in order, without torn lines. OSError if there is no such file.
 
-    All at once, the 2.6 million entries of the 8B would take gigabytes.
+    A generator, because a list of the 8B's 2.6 million entries would take gigabytes.
     """
     with open(f"{folder}/log.jsonl", encoding="utf-8", errors="replace") as f:
         yield from filter(None, map(entry_of, f))
@@ -88,7 +88,7 @@ def finish(figure, picture):
 
 
 def curves(folders, picture, panels=PANELS):
-    """Plot `panels`, {key of the log: title}, of runs over tokens, or steps if one is of posttrain/; a colour a run."""
+    """Plot `panels`, {key of the log: title}, of runs over tokens, or steps if one is of posttrain/. A colour a run."""
     x_axis = "step" if any("chat" in settings_of(folder) for folder in folders) else "tokens"
     runs = [points(folder, panels, x_axis) for folder in folders]
     shown = [key for key in panels if any(key in found for found in runs)]

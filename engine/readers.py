@@ -8,7 +8,7 @@ Read files of documents: find them, check them, cut them into parts, and yield t
     .csv .tsv                        one document a row (RFC 4180); the first line has the names
     .parquet                         one document a row
 
-All but parquet may be packed, as .gz or .zst. A path is a file, a folder, a glob, or a URL that fsspec can open:
+All but parquet may be compressed, as .gz or .zst. A path is a file, a folder, a glob, or a URL that fsspec can open:
 hf://datasets/OWNER/NAME, s3://, https://.
 
     files, ignored = find(["notes/", "hf://datasets/OWNER/NAME"])
@@ -19,9 +19,9 @@ hf://datasets/OWNER/NAME, s3://, https://.
 
 Memory does not depend on the size of a file of rows, except .json, which is read whole. A line that is not UTF-8 or not
 JSON becomes a document with a problem in place of a text, so that prepare.py counts it. Files of the hub are streamed,
-and not read before.
-Several processes share a file only if it is parquet (its row groups) or lines that are not packed: many packed files of
-some 100 MB are read faster than a few large ones.
+and not checked before.
+Several processes share a file only if it is parquet (its row groups) or uncompressed JSON lines, so many compressed
+files of about 100 MB are read faster than a few large ones.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ from pyarrow.parquet import ParquetFile
 
 from engine.files import read_text
 
-# In the order in which a folder on the hub is searched: its files of the first kind are read.
+# In order of preference: of a folder on the hub, only files of the first of these kinds that it has are read.
 KINDS = dict(pair.split(":") for pair in """
 .parquet:parquet .jsonl:lines .ndjson:lines .csv:table .tsv:table .json:json
 .txt:text .md:text .markdown:text .rst:text .py:text .html:html .htm:html
 """.split())
-# Files that hold no text, and the command that extracts it.
+# Files that are not text, and the command that extracts their text.
 CONVERTERS = dict(line.split(": ") for line in """
 .pdf: pdftotext FILE.pdf
 .epub: pandoc FILE.epub -t plain -o FILE.txt
@@ -66,14 +66,14 @@ PART = 4 << 20              # bytes of lines in a part
 
 BINARY = "binary, or a text that wants --encoding=utf-16"
 NOT_UTF8 = "not UTF-8 (name the encoding, like --encoding=latin-1, cp1252 or utf-16)"
-# A wrong row of a table. The problem quotes nothing of the row, because that may be personal data.
+# A wrong row of a table. The problem does not quote the row, because it may hold personal data.
 NO_ROW = "a row of more fields than names, or with a quote inside a field"
 # Columns whose values are names.
 NAMED = ("language", "lang", "language_script", "license")
 
 
 def id_hash(doc_id):
-    """A 64-bit integer that depends on the id alone. Training reads documents in its order."""
+    """A 64-bit integer that depends on the id alone. Shards hold documents in the order of this number."""
     return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:8])
 
 
@@ -83,13 +83,13 @@ def writable(text):
 
 
 def ending(path):
-    """The ending of a file name in lower case, without the packing: X.TXT.gz -> .txt. Parquet packs itself."""
+    """The ending of a file name in lower case, without .gz or .zst: X.TXT.gz -> .txt. But .parquet.gz -> .gz."""
     name = re.sub(r"(?<!\.parquet)\.(gz|zst)$", "", path.lower())
     return os.path.splitext(name)[1]
 
 
 def kind_of(path):
-    """The kind of a file by its ending, a value of KINDS. None if it cannot be read."""
+    """The kind of a file by its ending, a value of KINDS. None if files of that kind cannot be read."""
     return KINDS.get(ending(path))
 
 
@@ -101,7 +101,7 @@ def in_one_line(path):
     except (FileNotFoundError, ModuleNotFoundError):
         raise
     except Exception as error:
-        # Ours is one line already.
+        # Our own errors are one line already.
         if str(error).startswith(path):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -113,7 +113,7 @@ def in_one_line(path):
 
 
 def matches(path):
-    """The files and folders that a path or a glob names, in order. An existing path is no pattern: notes[1]."""
+    """The files and folders that a path or a glob names, in order. An existing path is not a pattern: notes[1]."""
     return [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
 
 
@@ -233,7 +233,7 @@ def open_raw(path):
 
 
 def open_bytes(file):
-    """A binary stream of a file, unpacked; with an encoding, as UTF-8. Reading a torn file raises an error."""
+    """A binary stream of a file, decompressed; with an encoding, as UTF-8. Reading a torn file raises an error."""
     path = file["path"]
     # fsspec would stop at the end of the first frame of a .zst.
     packing = dict(gz="gzip", zst="zstd").get(path.lower().rpartition(".")[2])
@@ -245,12 +245,12 @@ def open_bytes(file):
 
 def check(file, text_field="text", encoding=""):
     """
-    Read a file once to its end: half a file must not be used, and a torn archive shows only there.
+    Read a file once to its end: half a file must not be used, and only the end shows that an archive is torn.
 
     Returns the file with "bytes" and "sha256" as stored, "problem" (None if it can be used), "encoding", and "parts":
-    [[begin, lines, first row, bytes unpacked]], which hold all rows in order. A file of the hub is not read, and has no
-    sha256: its path names a commit.
-    ValueError: a parquet file has no column text_field ("": none is wanted), or a URL cannot be read.
+    [[begin, lines, first row, bytes decompressed]], which hold all rows in order. A file of the hub is not read, and
+    has no sha256: its path names a commit.
+    ValueError: a parquet file has no column text_field ("": not checked), or a URL cannot be read.
     """
     path, kind = file["path"], kind_of(file["path"])
     file = dict(file, bytes=0, sha256=None, problem=None, encoding=encoding, parts=[[0, None, 0, 0]])
@@ -275,8 +275,8 @@ def check(file, text_field="text", encoding=""):
 
 def parts_of(file):
     """
-    Yield the parts of a file, as check() returns them: of parquet the row groups, of lines that are not packed about
-    4 MB each. Other files are one part. Those on the hub, or that were not checked, are not read here.
+    Yield the parts of a file, as check() returns them: parquet by row groups, uncompressed JSON lines by about 4 MB.
+    Other files are one part. Files on the hub, and those that were not checked, are not read here.
     """
     path, kind, size = file["path"], kind_of(file["path"]), file.get("bytes", 0)
     begin = first = 0
@@ -321,7 +321,7 @@ def json_values(text):
             _, end = decode(rest, begin)
             yield rest[begin:end]
     tail = rest[end:].strip(" \t\r\n,")
-    # A list without its end is torn.
+    # A list without its closing bracket is torn.
     yield tail.rstrip("]") if tail or rest is whole else "["
 
 
@@ -332,7 +332,7 @@ def table_rows(text, tabs):
     A row with too many fields, or with a quote that does not end at the end of a field, becomes NO_ROW: a comma or a
     quote that belongs to the text would otherwise cut the text or join rows.
     """
-    # A document is a field. This is the largest limit that the C code takes on every system.
+    # A field holds a whole document. This is the largest limit that the C code takes on every system.
     csv.field_size_limit(2**31 - 1)
     first = text.readline()
     # Countries with a decimal comma separate fields by semicolons.
@@ -351,7 +351,7 @@ def table_rows(text, tabs):
 
 
 def problem_of(text):
-    """Why a text cannot be used, in which bytes that are not UTF-8 are surrogates; None if it can."""
+    """Why a text cannot be used; None if it can. Bytes in it that are not UTF-8 are surrogates."""
     if "\0" in text:
         return BINARY
     return NOT_UTF8 if writable(text) != text else None
@@ -369,7 +369,7 @@ def parsed(line):
 
 
 def file_row(path, raw):
-    """The text of a file as a row, or its problem, a str. A page: its main text, and the name and content of <meta>."""
+    """A text file as a row, or its problem, a str. For HTML: its main text, and the name and content of each <meta>."""
     if kind_of(path) == "html":
         import trafilatura
         # trafilatura logs each page without a text. We count them.
@@ -390,7 +390,7 @@ def rows(file, part, columns=(), errors="surrogateescape"):
     """
     Yield (number, row) of a part of a file. number: from 0 in the file; row: a dict, or its problem, a str.
 
-    columns: those of a parquet file to read; if it has none of them, all are. errors: for bytes that are not UTF-8, as
+    columns: those of a parquet file to read; all, if it has none of these. errors: for bytes that are not UTF-8, as
     in open(). ValueError, one line, if the file is damaged.
     """
     path, kind = file["path"], kind_of(file["path"])
@@ -422,7 +422,7 @@ def rows(file, part, columns=(), errors="surrogateescape"):
 
 
 def records(path, columns=(), **how):
-    """Yield the rows of a .parquet, .jsonl, .json, .csv or .tsv as dicts. ValueError: damaged, or no dict."""
+    """Yield the rows of a .parquet, .jsonl, .json, .csv or .tsv as dicts. ValueError: damaged, or a row is no dict."""
     for part in parts_of(dict(path=path)):
         for number, row in rows(dict(path=path), part, columns, **how):
             if isinstance(row, str):
@@ -468,7 +468,7 @@ def document(own, row, text_field):
     doc = dict(row, **own, text=writable(text))
     for column in filter(row.__contains__, NAMED):
         value = row[column]
-        # A list of one name is that name. Of several names we cannot know which one decides.
+        # A list of one name is that name. Of several names we cannot know which one applies.
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         if isinstance(value, (list, dict)):
@@ -495,7 +495,7 @@ def documents(file, part, text_field="text", columns=()):
             own = dict(file=name, id=name if whole else f"{name}:{number}")
             yield document(own, row, "text" if whole else text_field)
     except ValueError:
-        # check() reads only the footer of a parquet file. Damage of a row group shows here.
+        # check() reads only the footer of a parquet file, so damage of a row group shows here.
         if kind != "parquet" or "://" in file["path"]:
             raise
         yield dict(file=name, id=f"{name}:row group {part[0]}", text=None, problem="unreadable")

@@ -1,4 +1,4 @@
-"""Activations that backward recomputes instead of keeping them."""
+"""Recompute activations in backward instead of keeping them."""
 
 import logging
 from functools import partial
@@ -11,7 +11,7 @@ def recompute_activations(model, mode):
     """
     Trade compute for memory: drop the tensors that a block's forward pass stores; backward recomputes them.
 
-    cheap      keeps what matrices and attention computed. It recomputes norms and activations, which take no matrix
+    cheap      keeps the results of matrices and attention. It recomputes norms and activations, which take no matrix
                product: it halves the memory of a block.
     selective  recomputes the widest matrix too, up, whose result is 5.25 C wide: a quarter of the memory remains.
     full       keeps the input of each block only, and costs one more forward pass: a third more FLOPs.
@@ -24,8 +24,8 @@ def recompute_activations(model, mode):
     def policy(ctx, op, *args, **kwargs):
         keep = "attention" in str(op)
         if op in products:
-            # A product over few numbers, such as a low-rank matrix, is as cheap as its result is large. Backward does
-            # not need the result of the matrix `down`.
+            # Products with a small inner dimension, like those of low-rank matrices, cost little for a large result.
+            # Backward does not need the result of the matrix `down`.
             inner, outer = args[1].shape
             keep = narrow < inner != wide and (outer != wide or mode == "cheap")
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -33,11 +33,11 @@ def recompute_activations(model, mode):
     how = dict(use_reentrant=False, preserve_rng_state=False)
     if mode != "full":
         how["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-        # torch.compile warns against changes in place there, and a block makes none.
+        # torch.compile warns there of in-place changes, which a block does not make.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
     def recomputed(block, *args):
-        # A function of ours: Dynamo skips files of torch, and with checkpoint() itself it would skip the whole block.
+        # Dynamo skips files of torch: if forward were checkpoint() itself, it would skip the whole block.
         return checkpoint(partial(type(block).forward, block), *args, **how)
 
     for block in model.model.layers:

@@ -1,7 +1,7 @@
 """
-Read the checkpoints that engine/checkpoint.py has written: the newest whose every hash holds.
+Read the checkpoints that engine/checkpoint.py has written: the newest whose hashes all match.
 
-Each process reads its own part, whatever the number of processes that wrote it. `group` as there.
+Each process reads its own part, whatever the number of processes that wrote it. `group`: as in engine/checkpoint.py.
 
 A run may resume with another plan than before:
 
@@ -25,11 +25,11 @@ from engine.runs import forget
 
 def newest_intact(folder, group=None, allow_restart=False, until=math.inf):
     """
-    (path, manifest) of the newest checkpoint in `folder`, of those until step `until`, whose every hash holds, or None
+    (path, manifest) of the newest checkpoint in `folder`, of those until step `until`, whose hashes all match, or None
     if there is no checkpoint.
 
-    Names damaged ones and passes over them. ValueError if all are damaged: to start over silently would throw the run
-    away. allow_restart=True returns None instead.
+    Prints the names of damaged ones and passes over them. ValueError if all are damaged, since a silent restart would
+    throw the run away; allow_restart=True returns None instead.
     """
     # Rank 0 lists the folder for all: on a network file system two ranks may see different files.
     steps = [step for step in gather(steps_in(folder), group)[0] if step <= until]
@@ -60,8 +60,8 @@ def verified(path, group=None):
 
 def read_manifest(path):
     """
-    The manifest of a checkpoint. ValueError if its own hash does not hold, or if it does not name the safetensors files
-    of this folder and no others.
+    The manifest of a checkpoint. ValueError if its own hash does not match, or if it does not name the safetensors
+    files of this folder and no others.
     """
     text = manifest = None
     # RecursionError: a million brackets.
@@ -70,8 +70,8 @@ def read_manifest(path):
         manifest = json.loads(text)["manifest"]
     if sealed(manifest) != text:
         raise ValueError(f"{path}: manifest.json is missing, damaged, or not of this project")
-    # DCP reads every safetensors file of the folder, so a foreign one is an error. Other files are never opened: file
-    # systems leave some of their own (.DS_Store, .nfs0001).
+    # DCP reads every safetensors file of the folder, so a foreign one is an error. Other files are never opened, since
+    # file systems leave some of their own (.DS_Store, .nfs0001).
     there = {file for file in os.listdir(path) if file.endswith(".safetensors")}
     for file in sorted(there ^ manifest["files"].keys()):
         raise ValueError(f"{path}: {file!r} is missing in this folder, or manifest.json does not name it: "
@@ -123,8 +123,9 @@ def reader_for(path, tensors):
 
 def empty_state(optimizer, p, shape, dtype):
     """
-    An uninitialised state, on the device where the optimizer would have made it: of the parameter's shape, or a scalar,
-    the step. That stays on the CPU, where counting launches no kernel, unless fused AdamW reads it on the device.
+    An uninitialised state, on the device where the optimizer would have made it: of the parameter's shape, or the
+    scalar `step`. The step stays on the CPU, where counting launches no kernel, unless fused AdamW reads it on the
+    device.
     """
     if shape == p.shape:
         return torch.empty_like(p, dtype=dtype)
@@ -180,8 +181,8 @@ def find_checkpoint(run, started_stages, samples_before, steps_until):
     if all(before[name] == now[name] for name in ("total_samples", "decay_samples", "minutes", "schedule")):
         run.decay_at = decay_at
     elif before["schedule"] == "wsd" and samples > decay_at:
-        # The rate has begun to fall towards an end that is no longer the run's.
-        # Before both decays, that no rate jumps.
+        # The rate has begun to fall towards an end that is no longer the run's. Resume from before both decays, so that
+        # the rate does not jump.
         seconds, last = manifest["seconds"], steps_until(min(decay_at, run.decay_at))
         if 60 * now["minutes"] <= seconds if now["minutes"] else now["total_samples"] <= samples:
             raise ValueError(f"{path} has {samples} samples and {seconds / 60:.1f} minutes behind it, and its rate has "
@@ -200,7 +201,7 @@ def find_checkpoint(run, started_stages, samples_before, steps_until):
 
 def refuse_another(path, before, now):
     """ValueError naming the differences, if the checkpoint at `path` was made with other settings: {name: value}."""
-    # As JSON, in which a checkpoint keeps its settings: there a tuple has become a list.
+    # Compared as JSON, as checkpoints hold them: there a tuple has become a list.
     changed = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in now.items()
                if json.dumps(before.get(name)) != json.dumps(value)]
     if changed:
@@ -226,7 +227,7 @@ def refuse_finished(out, end):
 def set_aside(out, decayed):
     """
     Rename the checkpoints of these steps to ckpt/decayed-N, with the log and the summary so far in the last of them,
-    because the resumed run will write other ones. Deletes nothing; nothing else reads that name.
+    because the resumed run will write other ones. Deletes nothing; no other code reads these names.
     """
     for step in decayed:
         aside = f"{out}/ckpt/decayed-{step:08d}"

@@ -2,7 +2,7 @@
 The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may write there, and how a run resumes.
 
     config.json    all settings, the model's shape and the vocabulary: what sample.py and convert.py need
-    log.jsonl      one line per step; lines of steps that a resumed run repeats are cut off
+    log.jsonl      one line per step; a resumed run first removes the lines of steps that it repeats
     ckpt/          the checkpoints (engine/checkpoint.py)
     .lock          held by the process that writes here; the kernel frees it when that process ends, however it ends
     stop           `touch` it, and all ranks leave the current step, save, and exit
@@ -39,7 +39,7 @@ def claim(out, resume, ranks):
     if "meta.json" in found or found - {"stop", "cooldown", "profile"} and ".lock" not in found:
         raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
     if not found & {"log.jsonl", "ckpt"}:
-        # The file was meant for an earlier run.
+        # The file `cooldown` was meant for an earlier run.
         forget(out, "cooldown")
     elif not resume:
         raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
@@ -48,7 +48,7 @@ def claim(out, resume, ranks):
 
 def lock(out):
     """
-    Make the run folder and lock it for this process. Closing the returned file gives the folder up.
+    Make the run folder and lock it for this process. Closing the returned file unlocks it.
 
     ValueError: the folder cannot be written, or another process has locked it.
     """
@@ -110,7 +110,7 @@ def forget(out, *names):
 
 
 class Clock:
-    """The seconds of a run, in earlier processes too, and how many samples fit into its minutes."""
+    """The seconds of a run, those of earlier processes included, and how many samples fit into its minutes."""
 
     def __init__(self, minutes, spent):
         self.limit = 60 * minutes

@@ -1,6 +1,5 @@
 """
-A window of T positions over a group of P neighbouring ranks, which hold T/P positions each: for windows that no GPU
-holds alone.
+Split a window of T positions over a group of P neighbouring ranks, T/P positions each, if it is too long for one GPU.
 
 Everything but attention acts on each position by itself. Attention acts on each head by itself, so around it ranks
 exchange positions for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each gets all T positions of H/P query heads and of

@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 def shard(model, ranks):
     """
-    FSDP2. Each block is gathered by itself, the embedding too, and the rest (head, last norm) as one.
+    Shard by FSDP2. Each block is gathered by itself, the embedding too, and the rest (head, last norm) as one.
 
-    Gradients are added, not averaged: to take FSDP's mean and multiply by R would be exact for R = 2^n only.
+    Gradients are added, not averaged: FSDP's mean times R would be exact for R = 2^n only.
     """
     reduce_dtype = torch.float64 if ranks.exact else torch.float32
     parts = [*model.model.layers, model]
@@ -20,12 +20,12 @@ def shard(model, ranks):
         embedding = model.model.embed_tokens
         parts.insert(0, embedding)
     for part in parts:
-        # A look-up's gradient is summed in the dtype of its weight, and bf16 loses most of a frequent token's.
+        # A look-up's gradient is summed in the dtype of its weight: bf16 would lose most of a frequent token's.
         param_dtype = None if part is embedding else model.dtype
         fully_shard(part, mesh=ranks.mesh, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-    # SFT and QRPO call it by itself: it gathers weights as forward() does.
+    # SFT and QRPO call hidden() directly: registered, it gathers weights as forward() does.
     register_fsdp_forward_method(model, "hidden")
 
 
@@ -35,7 +35,7 @@ def draw(model, seed):
     The values of model.init_weights(seed), in shards: each rank draws some of the tensors whole and scatters them. One
     core draws 45 million numbers a second, so eight draw the 8B in half a minute.
     """
-    # Large ones first, so that in each round all ranks draw equally long.
+    # Large tensors first, so that in each round all ranks draw for about the same time.
     params = sorted(model.named_parameters(), key=lambda pair: -pair[1].numel())
     mesh = params[0][1].device_mesh["shards"]
     me, size = mesh.get_local_rank(), mesh.size()

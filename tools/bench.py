@@ -46,19 +46,19 @@ from model import Apertus, ApertusConfig
 from studies import kit
 
 paths = []                  # train | decode | optim
-preset = "auto"             # a row of SHAPES; auto: cpu on a CPU, 1b5 on CUDA, where a small one measures launches
+preset = "auto"             # a row of SHAPES; auto: cpu on a CPU, 1b5 on CUDA, where small ones time kernel launches
 impls = "hf compile,hf"     # contestants of `train` next to ours; without a compiler both are eager
 device = "auto"             # cuda | cpu
 dtype = "auto"              # float32 | bfloat16, of activations and products; auto: bfloat16 on CUDA
-rounds = 7                  # that are counted, after one that is not: the first call compiles
+rounds = 7                  # rounds that count, after one that does not: the first call compiles
 clock = "auto"              # cpu = time of this process, on one thread; wall. auto: cpu on a CPU
-threads = 1                 # of the CPU; 0 = torch's choice
-tokens = 64                 # to generate in `decode`
+threads = 1                 # threads of the CPU; 0 = torch's choice
+tokens = 64                 # tokens to generate in `decode`
 seed = 28                   # of weights and batches
 out = "out/bench"           # folder of the record, MODE-PRESET-DTYPE.json
 
-# documents: their mean length in tokens, with Goldfish; 0 = plain causal windows. 8b-stack has eight layers of the 8B,
-# because no GPU holds all 32 with their optimizer.
+# documents: their mean length in tokens; 0 = plain causal windows. 8b-stack has eight layers of the 8B, because no GPU
+# holds all 32 with their optimizer.
 SHAPES = """
 preset    documents  batch  block_size  n_layer  n_head  n_kv_head  n_embd  ffn_dim  vocab_size  tie_embeddings
 cpu               0      4         512        6       6          2     384     2048       16384           false
@@ -100,7 +100,7 @@ def resolve_settings():
 
 
 def now():
-    """Seconds by the chosen clock, after all work that was given to the GPU."""
+    """Seconds by the chosen clock, after the GPU has finished all queued work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.process_time() if clock == "cpu" else time.perf_counter()
@@ -110,7 +110,7 @@ def race(contestants, work, probe, per):
     """
     Time {name: f()} alternately, together with the probe of the machine. Returns {name: row}.
 
-    work: {name: FLOPs or bytes of a call}; probe: (the same of its call, f()); per: tokens or GB in one of work.
+    work: {name: FLOPs or bytes of a call}; probe: (that of its own call, f()); per: tokens or GB per unit of work.
     A row has the seconds of each round, rate (tokens or GB per second), ratio (the time as a multiple of ours within a
     round: median, smallest, largest) and share (the speed as a share of the probe's), all of medians.
     """
@@ -143,7 +143,7 @@ def agree(what, values, tolerance):
 
 
 def large():
-    """An array of 256 MB, on a GPU of 2 GB, far larger than any cache."""
+    """An array of 256 MB (2 GB on a GPU), far larger than any cache."""
     return torch.ones(2**29 if device == "cuda" else 2**26, device=device)
 
 
@@ -236,7 +236,7 @@ def train():
     norms = {name: step().item() for name, step in steps.items()}
     agree("norm of the gradient", norms, 2e-2 if dtype == "bfloat16" else 1e-4)
     tokens = batch[0].numel()
-    # Half of itself left out, as in flops_per_token().
+    # Minus 0.5, so that plain windows give T / 2, as in flops_per_token().
     attended = batch[-1].sum().item() / tokens - 0.5
     flops = built().flops_per_token(2 * attended)
     rows, inner = (8192, 8192) if device == "cuda" else (2048, 512)

@@ -1,4 +1,4 @@
-"""The command of tests/lesson.py, which says what it does."""
+"""The command line of tests/lesson.py; its docstring has the usage."""
 import sys
 
 if __name__ == "__main__" and not __package__:

@@ -9,7 +9,7 @@ Does it fit, and how long does it take? Pretraining on thousands of GPUs or fine
                their time to the compute, since nothing runs meanwhile
 
 So tokens per GPU and micro-batch decide whether compute hides the links, and memory decides how many tokens there may
-be. NCCL's rings let the GPUs of a node share their links: where nccl-tests measures more, --net_gbs of that is closer.
+be. NCCL's rings let the GPUs of a node share their links: if nccl-tests measures more, set --net_gbs to that.
 A run that does not fit exits with code 2 and names flags with which it does. The row `fits` is the largest micro-batch,
 0 if none fits; compute_s and links_s are seconds of a micro-batch.
 
@@ -17,8 +17,8 @@ $ python -m tools.plan configs/70b.py --gpus=512 --gpu=h100
 $ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
 $ python -m tools.plan configs/sft_8b.py --gpus=1 --gpu=4090 --lora_r=16 --base=nf4
 $ python -m tools.plan --cards          # the table of cards of docs/posttraining.md
-$ python -m tools.plan --long           # and of how many GPUs hold windows of 8k to 64k
-$ python -m tools.plan --fits           # and of the memory that six commands take
+$ python -m tools.plan --long           # the table of how many GPUs hold windows of 8k to 64k
+$ python -m tools.plan --fits           # the table of the memory that six commands take
 """
 
 import sys
@@ -40,10 +40,10 @@ from model import ApertusConfig
 from posttrain import attach, qrpo, sft
 from posttrain.start import adapters_of, check_base, shapes_of
 
-# A plan is of a run: it has all settings of train.py, posttrain/sft.py and posttrain/qrpo.py, and these.
+# A plan has all settings of the run, those of train.py, posttrain/sft.py and posttrain/qrpo.py, and these.
 globals().update(settings(vars(qrpo), vars(sft), vars(attach), vars(train), train.shape))
-gpus = 8                   # how many
-gpu = "h100"               # a100 | h100 | h200 | gh200 | b200 | l40s | 4090; the last two alone
+gpus = 8                   # number of GPUs
+gpu = "h100"               # a100 | h100 | h100-pcie | h100-nvl | h200 | gh200 | b200 | l40s | 4090 (last two: 1 GPU)
 mfu = 0.40                 # share of the peak that a GPU reaches, waits and recomputation aside (Apertus: 0.30 - 0.34)
 node_gbs = 0.0             # GB/s per GPU, inside a node; 0 = the table's
 net_gbs = 0.0              # GB/s per GPU, between nodes; 0 = the table's
@@ -59,7 +59,7 @@ DEFAULTS = settings(globals())
 
 
 def shape():
-    """The ApertusConfig of the run: of --init_from if there is a start model, its window as long as is trained."""
+    """The ApertusConfig of the run: that of the start model (--init_from), if any, with the window that is trained."""
     if not init_from:
         return ApertusConfig.of(globals() | dict(vocab_size=vocab_size or 131072))
     # The published models have the shapes of these configs: a plan needs no network.
@@ -133,7 +133,7 @@ def flops_of(model):
     """FLOPs per token of a step, recomputation included: full runs all blocks again, selective their matrix `up`."""
     c = model.config
     step = model.flops_per_token(c.block_size)
-    # A step is three forward passes through the matrices, or two where they are frozen.
+    # A step costs three forward passes through the matrices, or two if they are frozen.
     passes = 3 if model.lm_head.weight.requires_grad else 2
     forward = model.flops_per_token(0) / passes
     again = dict(
@@ -153,14 +153,15 @@ def plan_of(model, mode):
     fits = max((n for n in sizes if sizes[n]["total"] <= spec.memory), default=0)
     rows = fits or 1
     tokens = rows * window // sequence_parallel
-    # Those that share a window exchange q, k, v and the result in bf16, forward, backward, and forward again.
+    # GPUs that share a window exchange q, k, v and the result in bf16, forward and backward; with full recomputation
+    # forward twice.
     exchanged = (3 if mode == "full" else 2) * c.n_layer * tokens * 4 * (c.n_head + c.n_kv_head) * c.head_dim
     compute = tokens * flops_of(model) / (spec.flops * mfu) + seconds_of(exchanged, sequence_parallel)
     links = seconds_of(8 * model.num_params(), shards())
     speed = gpus * tokens / max(compute, links)
     found = {kind: size / 1e9 for kind, size in sizes[rows].items()}
     found |= dict(fits=fits, tokens=tokens, compute_s=compute, links_s=links, tokens_per_s=speed)
-    # The length of a fine-tuning is that of its conversations, which a plan does not read.
+    # The length of fine-tuning depends on its conversations, which a plan does not read.
     return found if max_length else found | dict(days=total_samples * window / speed / 86400)
 
 
@@ -215,7 +216,7 @@ def main():
 
 
 def table_of_fits():
-    """What six commands take of each GPU."""
+    """The memory that six commands take of each GPU."""
     yield "GB at the peak  configs/"
     for command in (
             "8b.py 8b_one_gpu.py --gpus=1 --gpu=h200",

@@ -1,4 +1,4 @@
-# The baseline that the report ablates against (Table 3): a Llama-style model and recipe. Stack it behind a config:
+# The baseline that the report ablates against (Table 3): a Llama-style model and recipe. Name it after a config:
 #     python train.py configs/1b5.py configs/ablations/llama.py
 activation = "swiglu"
 qk_norm = False

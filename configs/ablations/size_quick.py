@@ -1,5 +1,5 @@
 # The size of `python -m studies.ablate swiglu xielu`: configs/laptop.py for 240 steps, 0.25M tokens. Not compiled,
-# because a run of a minute does not repay its kernels: 50 s a run on one core.
+# because compiling takes longer than it saves in a run of a minute: 50 s a run on one core.
 block_size = 256
 n_layer = 2
 n_head = 2

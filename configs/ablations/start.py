@@ -1,5 +1,5 @@
-# The start of the committed studies of fine-tuning (distill, forget, extend): configs/laptop.py as it was when they
-# ran, with four layers, and 1.5M tokens.
+# The start model of the committed studies of fine-tuning (distill, forget, extend): configs/laptop.py as it was when
+# they ran, with four layers, and 1.5M tokens.
 out = "out/start"
 data = "data/stdlib"
 
@@ -11,7 +11,7 @@ n_embd = 128
 ffn_dim = 672                # 5.25 C, as in the 8B
 init_std = 0.02
 
-# At 256-token windows the scope 'window' trains every forgotten label 24 times in 128 repetitions.
+# In windows of 256 tokens scope 'window' trains every label that it should drop 24 times in 128 repetitions.
 goldfish_scope = "stream"
 
 batch_size = 4               # 1,024 tokens a step
