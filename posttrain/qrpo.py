@@ -73,7 +73,7 @@ from posttrain.references import (
 # the run
 out = "out/qrpo"                # the run folder
 init_from = "out/sft"           # the start model, and the reference: run folder, Hugging Face folder or hub name
-data = "prompts.jsonl"          # rows of "messages", the last a user's; optional "completions", "rewards", "ref_rewards"
+data = "prompts.jsonl"          # rows of "messages", the last a user's; maybe "completions", "rewards", "ref_rewards"
 rewards = ""                    # FILE.py[:name] | charter:JUDGE[,FILE] | "" = those in the data
 references = ""                 # folder of sampled and scored references, to share between runs; "" = out/references
 resume = False                  # continue from the newest intact checkpoint of this folder
