@@ -79,7 +79,7 @@ def check_settings():
     if sequence_parallel < 1:
         raise ValueError(f"sequence_parallel={sequence_parallel}: want how many ranks share a window, 1 = one each")
     if goldfish_exempt not in ("", "special"):
-        raise ValueError(f"goldfish_exempt={goldfish_exempt!r}: there is special, or nothing")
+        raise ValueError(f"goldfish_exempt={goldfish_exempt!r}: want special, or leave it out")
     if not 0 <= distill <= 1:
         raise ValueError(f"distill={distill}: want the teacher's share of the loss, between 0 and 1")
     if "distill" in train._asked and not teacher:

@@ -6,7 +6,7 @@ The conversations of SFT, from files of several forms to ids on disk.
 
 Rows become ids once, in out/<run>/tokens. Each rank tokenizes its share of the parts, and a resumed run reads the parts
 that exist: the name of a part is a hash of the content and of all settings that decide an id. Each source of a mixture
-is shuffled and repeated by itself. The position in the run alone decides which conversation comes (chosen() of
+is shuffled and repeated separately. The position in the run alone decides which conversation comes (chosen() of
 common.py), so the order is the same on any number of ranks and after a restart.
 
 Rows are left out by licence or evaluation prompt as documents are (corpus/rules.py, corpus/dedup.py).
@@ -71,8 +71,8 @@ def numbered(file, part, columns=COLUMNS):
     for n, row in readers.rows(file, part, columns):
         place = f"{'row' if parquet else 'line'} {n + 1}"
         if isinstance(row, str):
-            raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is torn "
-                             "or in another encoding (iconv converts)")
+            raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is incomplete "
+                             "or in another encoding (iconv converts it)")
         yield place, without_nulls(row) if parquet else row
 
 

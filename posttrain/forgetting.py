@@ -73,8 +73,8 @@ class Old:
         """For a resumed run: read the start model's bits. ValueError if they are missing, or of other windows."""
         found = read_json(self.file) if os.path.exists(self.file) else {}
         if found.get("hash") != self.hash:
-            raise ValueError(f"{self.file} {'has other windows of' if found else 'is not there for'} {self.path}: take "
-                             "the --old with which this run began, as it was, or leave --old out")
+            raise ValueError(f"{self.file} {'has other windows of' if found else 'is not there for'} {self.path}: use "
+                             "the same --old as when this run began, unchanged, or leave --old out")
         self.before = np.array(found["bits"])
 
     def summary(self, first):

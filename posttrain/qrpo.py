@@ -7,12 +7,12 @@ Alignment wants the policy that maximises reward but stays near the reference: p
 makes it known: it replaces the reward by its quantile among the reference model's own completions, which is uniform on
 (0, 1) whatever the reward was, so
 
-    R_q(x, y) = Pr_{y' ~ ref}( r(x, y') <= r(x, y) )              quantile(): the share of n references no better
+    R_q(x, y) = Pr_{y' ~ ref}( r(x, y') <= r(x, y) )              quantile(): share of n references that are no better
     beta log Z = beta log( beta (e^(1/beta) - 1) )                beta_log_z(): one number for every prompt
     loss = ( R_q - beta log Z - beta log pi(y|x)/pi_ref(y|x) )^2  LOSSES["qrpo"]: a regression that needs no pairs
 
-At beta .1 the target falls for 77 % of the reference's completions (beta log Z = .77), the mean quantile rises to .90,
-and KL to 1.30 nats.
+At beta .1 the log-probs of 77 % of the reference's completions must fall (beta log Z = .77); at the optimum the mean
+quantile is .90, and KL 1.30 nats.
 
 Pairwise methods need no Z: it cancels between a better completion c and a worse one r of the same prompt. With
 g = log pi / pi_ref and l = log pi:

@@ -19,7 +19,7 @@ A row of the data has one of these forms, recognised by its keys. Other rows are
     prompt, completion           two texts, or two lists of messages
     with any of these            system (a text), tools (a list, or one as JSON), thinking, license
 
-In the first epoch each loss is measured on conversations that the model has not yet seen: the training curve is a
+Until conversations repeat, each loss is measured on ones that the model has not seen: the training curve is then a
 held-out curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). After SIGTERM,
 SIGUSR2, or `touch out/<run>/stop`, all ranks stop after the current micro-batch and save; --resume continues.
 
