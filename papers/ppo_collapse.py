@@ -35,10 +35,10 @@ from configurator import run
 from posttrain.collapse import dead_units, spectrum
 from studies import kit
 
-seeds = 5                           # from 2 on: the settings were chosen with seed 1
+seeds = 5                           # number of seeds, from seed 2 on: the settings were chosen with seed 1
 results = "results/ppo_collapse"    # rows.jsonl, table.md, plots
 
-PLAYERS = 16            # a rollout is STEPS steps of each
+PLAYERS = 16            # games at a time; a rollout is STEPS steps of each
 STEPS = 128
 ROLLOUTS = 60
 BATCH = 256
@@ -47,9 +47,9 @@ GAMMA = 0.99            # discount per step
 LAMBDA = 0.95
 CLIP = 0.2
 ENTROPY = 0.01
-CLIP_NORM = 0.5         # of the gradient of each network
+CLIP_NORM = 0.5         # largest gradient norm of each network
 WIDTH = 128
-POINTS = 20             # of a curve: the run in 20 parts, a mean each
+POINTS = 20             # of a curve: means over 20 parts of the run
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -201,13 +201,13 @@ def play(game, steps, actor, critic, generator):
 
 
 def minibatches(n, epochs, size, generator):
-    """Numbers of rows, shuffled in each epoch."""
+    """Yield the row numbers of minibatches, shuffled anew in each epoch."""
     for _ in range(epochs):
         yield from torch.randperm(n, generator=generator).split(size)
 
 
 def learn(actor, critic, optimizer, rollout, for_actor, for_critic, c=0):
-    """Train the actor, then the critic, on a rollout. for_actor, for_critic: minibatches of each."""
+    """Train the actor, then the critic, on a rollout. for_actor, for_critic: minibatches; c: weight of PFO."""
     told, (states, returns) = rollout
     for rows in for_actor:
         seen, action, log_prob, phi_old, advantage = [tensor[rows] for tensor in told]
@@ -276,9 +276,9 @@ def trained(name):
 
 def completed(path, arms, seeds, trained):
     """
-    The rows of the file at `path`, one for each ARM-SEED, after the missing runs: trained(name) -> row, here.
+    The rows of the file at `path`, one for each ARM-SEED, after the missing runs have been made: trained(name) -> row.
 
-    Each row is written when its run ends. ValueError if there is no row, and no run to make one.
+    Each row is written when its run ends. ValueError if the file has no rows and no run is asked for.
     """
     rows = kit.read_rows(path) if os.path.exists(path) else []
     done = [row["name"] for row in rows]
@@ -312,7 +312,7 @@ ratio of y to 1.25. Below: the norm in CartPole; c is the weight of PFO.
 """
 
 NOTES = """
-`rank_*`: ranks of the actor's last hidden layer (posttrain/collapse.py). `critic_rank`: the critic's by pca99. `dead`:
+`rank_*`: ranks of the actor's last hidden layer (posttrain/collapse.py). `critic_rank`: the critic's `pca99`. `dead`:
 units of 128 that are 0 in all states. `norm`: of the pre-activations. `beyond`: the share of ratios beyond the clip.
 `low_ratio`: the mean of those below 0.8.
 
@@ -321,8 +321,8 @@ units of 128 that are 0 in all states. `norm`: of the pre-activations. `beyond`:
 Reproduced: with more epochs the pre-activations grow twofold, more ratios end beyond the clip, and farther beyond. PFO
 holds the norm between 1.8 and 2.7. At twenty epochs it keeps 108 to 110 of 128 units alive, against 50 without it.
 
-Not reproduced: a collapse of the rank. With twenty epochs the rank is *higher* than with four by four of the six
-definitions. PFO gains no points either: twenty epochs cost CartPole 30 to 45 of its 493 points, with PFO and without.
+Not reproduced: a collapse of the rank. By four of the six definitions the rank is *higher* with twenty epochs than with
+four. PFO gains no points either: twenty epochs cost CartPole 30 to 45 of its 493 points, with PFO and without.
 Two seeds of an earlier trial had promised a gain.
 
 Published (Phoenix, 100M frames, four to eight epochs): PCA rank from 250 to 1, norm from 100 to 8,000, ratios far

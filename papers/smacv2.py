@@ -6,8 +6,8 @@ SMACv2: in a battle that always begins alike, a policy that sees nothing wins as
 
 Another paper, not Apertus: "SMACv2" (arXiv 2212.07489), which argues against the StarCraft benchmarks before it.
 
-Claim           Policies that learnt their actions by heart won many maps of SMAC. Random starts, random unit types and
-                sight and reach by type prevent it. So does hiding enemies from all allies but the first who sees them
+Claim           Policies that learnt their actions by heart won many maps of SMAC. Random starts, random unit types, and
+                sight and reach by type prevent this. So does hiding enemies from all allies but the first who sees them
                 (EPO).
 Reproduced      SMACv2's starts, teams, ranges, reward and hiding, number for number (tests/test_smacv2.py), and the
                 order: open-loop wins if nothing is random, and never if starts are. EPO costs closed-loop most of its
@@ -36,18 +36,18 @@ from configurator import run
 from papers.ppo_collapse import completed, learn, minibatches, network, play, sampled
 from studies import kit
 
-seeds = 5                           # from 2 on: the settings were chosen with seed 1
+seeds = 5                           # number of seeds, from seed 2 on: the settings were chosen with seed 1
 results = "results/micro_combat"    # rows.jsonl, table.md, wins.png
 
 UNITS = 3               # on each side
-LIMIT = 80              # steps of a fight
-FIGHTS = 128            # a rollout is STEPS steps of each
+LIMIT = 80              # steps of a fight, at most
+FIGHTS = 128            # fights at a time; a rollout is STEPS steps of each
 STEPS = 32
 ROLLOUTS = 80
 EPOCHS = 4
 BATCH = 2048
 LR = 1e-3
-TESTED = 400            # fights after training
+TESTED = 400            # test fights after training
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -107,10 +107,11 @@ def reward_of(before, after, won, most):
 
 def shown_to(i, within, revealed, probability, rng):
     """
-    (fights, enemies): which enemies `within` its sight (fights, enemies) ally i is shown. Call it in order of i.
+    Which of the enemies `within` the sight of ally i it is shown; both (fights, enemies). Call it in order of i.
 
-    Each enemy is revealed to the first ally who sees it, and by a draw for each other ally to that one as well or
-    never: revealed (fights, allies, enemies) is updated. probability: SMACv2's prob_obs_enemy; 0 in EPO.
+    An enemy is revealed to the first ally who sees it. At that moment a draw for each other ally decides whether it is
+    revealed to that one too, or never. Updates revealed (fights, allies, enemies). probability: SMACv2's
+    prob_obs_enemy; 0 in EPO.
     """
     first = within & ~revealed.any(1)
     told = rng.random(revealed.shape) < probability
@@ -143,10 +144,10 @@ def not_cleared(revealed):
 # ----------------------------------------------------------------------------------------------------------------------
 # our battle
 
-# SMACv2's health and shield, sight and reach (unit_sight_range, unit_shoot_range), and the damage of our attacks.
+# Of each type: health and shield, sight and reach (SMACv2's unit_sight_range, unit_shoot_range), and our damage.
 TEAM = dict(stalker=(160, 10, 6, 14), zealot=(150, 9, 2, 26), colossus=(350, 10, 7, 26))
-SIGHT_REACH = 9, 6      # of all units, where ranges are not the types' own
-PLACES = [[(x, y) for y in (13, 16, 19)] for x in (8, 24)]                  # where starts are not random
+SIGHT_REACH = 9, 6      # of all units, if ranges do not depend on the type
+PLACES = [[(x, y) for y in (13, 16, 19)] for x in (8, 24)]                  # if starts are not random
 # Actions 0 to 4 walk; 5 + j attacks enemy j.
 WALK = np.array([(0, 0), (0, 2), (0, -2), (2, 0), (-2, 0), *[(0, 0)] * UNITS])
 
@@ -155,10 +156,10 @@ class Skirmish:
     """
     Many fights at once. step(actions (fights, UNITS)) -> rewards, over, won (fights,). A fight that ends begins anew.
 
-    An ally walks 2, or attacks an enemy within its reach. An attack on one that is dead or farther away is a wait: a
-    mask of possible actions would tell open-loop policies where enemies are. Enemies have 9/10 of the health. They wait
-    until an ally comes within their reach + 1, or until they are hit. Then they walk 1 towards the nearest ally, and
-    attack it.
+    An ally walks 2, or attacks an enemy within its reach. An attack on one that is dead or farther away is a wait:
+    there is no mask of possible actions, because it would tell open-loop policies where enemies are. Enemies have 9/10
+    of the health. They wait until an ally comes within their reach + 1, or until they are hit. Then they walk 1 towards
+    the nearest ally, and attack it.
     """
 
     def __init__(self, fights, game, policy, seed):
@@ -196,7 +197,7 @@ class Skirmish:
         away = np.linalg.norm(allies[:, :, None] - enemies[:, None], axis=-1)       # (fights, ally, enemy)
         away[before[:, 0] <= 0] = np.inf
         hits = (actions[..., None] == 5 + np.arange(UNITS)) & (away <= self.reach[..., None])
-        # Each enemy is after the nearest living ally, the first of equals, and strikes it or walks to where it stood.
+        # Each enemy targets the nearest living ally, the first of equals, and strikes it or walks to where it stood.
         prey = away.argmin(1)
         distance = away.min(1)
         self.provoked |= distance <= self.reach + 1
@@ -268,7 +269,7 @@ def joined(*parts):
 
 @torch.no_grad()
 def share_won(game, actor, generator):
-    """Of the first fight of each place in `game`, the share that is won."""
+    """Of the first fights of `game`, one for each of its places, the share that is won."""
     going = np.ones(len(game.age), bool)
     wins = 0
     while going.any():
@@ -306,9 +307,8 @@ half of the 95 % interval by Student's t.
 ![share of fights won](wins.png)
 
 The random part is nothing (`fixed`), unit types, sight and reach (`ranges`), starts, or all three. `open` knows the
-time and its unit, `closed` sees. An enemy that another ally saw first is shown to `closed` and `open` (prob_obs_enemy
-1), to `half` in half of the cases (0.5), to `none` never (0, EPO), and to `released` unless the released code clears
-its row.
+time and its unit, the others see. An enemy that another ally saw first is shown to `closed` (prob_obs_enemy 1), to
+`half` in half of the cases (0.5), to `none` never (0, EPO), and to `released` unless the released code clears its row.
 """
 NOTES = """
 ## Published: StarCraft II, five against five, MAPPO after 10M steps
@@ -330,10 +330,10 @@ suits most teams. The mean of five seeds says little there. Hiding enemies from 
 policy that sees two thirds of its wins. So does the mistake of the released code in the arm that should hide nothing:
 anyone who trained on SMACv2 since June 2023 has played a harder game than the paper's.
 
-The order is SMACv2's, the numbers are not: three against three by our own rules, 330,000 steps, and no memory in the
+The ranking is SMACv2's, the numbers are not: three against three by our own rules, 330,000 steps, and no memory in the
 policy. In StarCraft the plan wins 7 to 11 fights in a hundred, here none, because no mask of possible attacks tells it
 that an enemy is near. We compared thirteen arms, and chose the settings with another seed. One changed during the
-study: fights had 50 steps, within which the policy that sees won a third.
+study: at first fights had 50 steps, in which the policy that sees won a third.
 """
 
 

@@ -9,7 +9,7 @@ Structured feed-forward layers: each matrix of the MLP as a product of two small
 V_b multiplies B slices of x separately. S deals the result out like cards, so that each block of U_b reads a share of
 every slice. Everything is linear, so the product is one dense matrix, merge().
 
-Self-guided training: factors learn slowly at first, because the gradient of U needs a good V, and the reverse. A dense
+Self-guided training: factors learn slowly at first, because the gradient of U needs a good V and vice versa. A dense
 guide W starts as their product, does the work at first and fades out:
 
     o = a W x + (1 - a) U V x,      a = (1 + cos(pi step / last)) / 2,      and at step `last` W is removed.
@@ -96,7 +96,7 @@ class StructuredLinear(nn.Module):
         super().__init__()
         self.v = nn.Parameter(torch.empty(v))
         self.u = nn.Parameter(torch.empty(u))
-        # While training is guided: the guide (M, N) and its weight, a tensor (), because a number would be compiled in.
+        # While training is guided: the guide (M, N) and its weight, a tensor () because a number would be compiled in.
         self.register_parameter("guide", None)
         self.register_buffer("alpha", None, persistent=False)
         # Stochastic saving. It is decided outside of forward(), so that a recomputed forward pass decides the same.
@@ -129,7 +129,7 @@ def build(model, settings):
     """
     Replace the MLP's matrices by structured layers in every block but the first, with initial values of their own.
 
-    settings: the run's, of which ffn, ffn_rank and ffn_blocks count. ValueError: the model's sizes do not allow them.
+    settings: the run's; it uses ffn, ffn_rank and ffn_blocks. ValueError: the model's sizes do not allow them.
     """
     if model.config.n_layer < 2:
         raise ValueError("structured layers with n_layer=1 would change nothing: the first layer stays dense, "
@@ -154,7 +154,7 @@ def structured_layers(model):
 
 def initial(draw, layers, name, shape, seed):
     """
-    The initial values of the parameter `name`, fp64 if a structured layer owns it. All others are draw's.
+    The initial values of the parameter `name`, fp64 if a structured layer owns it. All others come from draw.
 
     lowrank: the best approximation of rank R of the matrix that the dense model of this seed starts with, its singular
     values split evenly between the factors. Blocks: noise made orthogonal, all singular values 1. Guide: the product.
@@ -187,7 +187,7 @@ def orthogonal(w):
 
 
 def restore(model, settings, step):
-    """Give a model the layers of a checkpoint at this step, by the settings of its run: guides too, if it has any."""
+    """Give a model the structured layers, and guides if any, of a checkpoint at `step`. settings: of its run."""
     build(model, settings)
     guides = Guides(settings)
     if step < guides.last:
@@ -221,7 +221,7 @@ def guided_steps(config):
 
 
 def drop_guides(model, optimizer=None):
-    """Remove the guides and their optimizer states. FSDP2's shards go too. DDP cannot forget them: wrap again."""
+    """Remove the guides, their optimizer states and FSDP2's shards. DDP cannot remove them: wrap the model again."""
     for layer in structured_layers(model).values():
         if optimizer:
             optimizer.state.pop(layer.guide, None)
@@ -285,7 +285,7 @@ class Guides:
 
     def end(self, done, optimizer, config=None):
         """
-        Remove the guides if all guided steps are among the `done` ones. Returns whether this call removed them.
+        Remove the guides after the last guided step; done: steps so far. Returns whether this call removed them.
 
         Called after each update, and before a checkpoint is loaded, then with the checkpoint's config: its run may have
         been planned shorter. With DDP, wrap the model again if this returns True.

@@ -1,18 +1,18 @@
 """
-The extras of train.py. train.py hands its command line over if it names one of these settings.
+The extras of train.py, which hands its command line over to this file if it names one of these settings.
 
     --init_from=MODEL               start with its weights and a fresh optimizer: continued pretraining
-    --init_from=MODEL --lora_r=64   its weights, frozen, and adapters that are trained (posttrain/lora.py)
-    --teacher=MODEL                 a student that learns from it (posttrain/distill.py)
-    --fp8                           the matrices of the blocks multiplied in 8 bits (engine/fp8.py)
-    --sequence_parallel=8           windows over 8 ranks (engine/sequence.py)
+    --init_from=MODEL --lora_r=64   train adapters next to its frozen weights (posttrain/lora.py)
+    --teacher=MODEL                 distillation: learn from its predictions too (posttrain/distill.py)
+    --fp8                           multiply the matrices of the blocks in 8 bits (engine/fp8.py)
+    --sequence_parallel=8           split each window over 8 ranks (engine/sequence.py)
     --ffn=lowrank --self_guided=.5  structured feed-forward layers: not Apertus (papers/structured_ffn.py)
     --goldfish_exempt=special       control tokens always have a loss, as in the Apertus 2 trainer
-    --wandb_log                     the log sent to Weights & Biases too
-    --old=FOLDER                    a second validation text, to see forgetting (posttrain/forgetting.py)
+    --wandb_log                     also send the log to Weights & Biases
+    --old=FOLDER                    a second validation text, to measure forgetting (posttrain/forgetting.py)
 
-MODEL is a run folder, a Hugging Face folder or a hub name. Two vocabularies of one size need not be equal, so their
-hashes are compared before anything is built.
+MODEL is a run folder, a Hugging Face folder or a hub name. Vocabularies of the same size may differ, so their hashes
+are compared before anything is built.
 
 $ python train.py configs/continue_8b.py --data=data/mine-apertus
 $ python train.py configs/continue_8b.py --data=data/mine-apertus --lora_r=64 --base=bf16 --out=out/mine-lora
@@ -42,29 +42,29 @@ structured = attached("papers.structured_ffn")
 
 # the start
 init_from = ""                  # start with the weights of a run folder, a Hugging Face folder or a hub name
-old = ""                        # with init_from: a second text to validate on, like the start's own
+old = ""                        # with init_from: a second validation text, like the start model's data
 lora_r = 0                      # rank of adapters next to the frozen weights of init_from; 0 = train all weights
-lora_alpha = 32.0               # their update counts alpha / r
-lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
-lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
-base = "fp32"                   # frozen weights are held in: fp32 | bf16 | int8 | nf4
+lora_alpha = 32.0               # scale of their update: alpha / r
+lora_on = "all"                 # matrices with adapters: all, or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
+lora_rs = False                 # rank-stabilised: scale by alpha / sqrt(r)
+base = "fp32"                   # how frozen weights are stored: fp32 | bf16 | int8 | nf4
 # the teacher
-teacher = ""                    # a run folder, Hugging Face folder or hub name to learn from
-distill = 0.9                   # share of KL(teacher || model) in the loss, the rest is cross-entropy; the Minis': 0.9
+teacher = ""                    # learn from this model too: run folder, Hugging Face folder or hub name
+distill = 0.9                   # share of KL(teacher || model) in the loss; the rest is cross-entropy (the Minis: 0.9)
 # speed and size
 fp8 = False                     # multiply the matrices of the blocks in 8 bits; H100, 4090 and later
-sequence_parallel = 1           # neighbouring ranks that share one window, for long ones; divides n_kv_head
+sequence_parallel = 1           # neighbouring ranks that share one window, for long windows; must divide n_kv_head
 # the loss
-goldfish_exempt = ""            # special: Goldfish never drops a control token
+goldfish_exempt = ""            # special: Goldfish never drops control tokens; "": it may drop any token
 # the log
-wandb_log = False               # send each entry of the log to Weights & Biases too (pip install wandb)
+wandb_log = False               # also send each entry of the log to Weights & Biases (pip install wandb)
 wandb_project = "nanoapertus"
 # structured layers
 ffn = "dense"                   # dense | lowrank | blockdense | blockshuffle
-ffn_rank = 0                    # of lowrank and blockdense
-ffn_blocks = 0                  # of blockdense and blockshuffle
+ffn_rank = 0                    # rank of lowrank and blockdense
+ffn_blocks = 0                  # number of blocks of blockdense and blockshuffle
 self_guided = 0.0               # share of the run in which a fading dense guide helps the structured layers
-guide_saving = False            # compute each guide only as often as its weight says: half its FLOPs
+guide_saving = False            # compute a guide only with the probability of its weight: saves half of its FLOPs
 
 
 def check_settings():
@@ -77,9 +77,9 @@ def check_settings():
     if fp8 and ffn != "dense":
         raise ValueError(f"fp8=True trains whole dense matrices: leave it out, or ffn={ffn}")
     if sequence_parallel < 1:
-        raise ValueError(f"sequence_parallel={sequence_parallel}: want how many ranks share a window; 1 is one each")
+        raise ValueError(f"sequence_parallel={sequence_parallel}: want how many ranks share a window, 1 = one each")
     if goldfish_exempt not in ("", "special"):
-        raise ValueError(f"goldfish_exempt={goldfish_exempt!r}: there is special, or nothing")
+        raise ValueError(f"goldfish_exempt={goldfish_exempt!r}: want special, or leave it out")
     if not 0 <= distill <= 1:
         raise ValueError(f"distill={distill}: want the teacher's share of the loss, between 0 and 1")
     if "distill" in train._asked and not teacher:
@@ -90,7 +90,7 @@ def check_settings():
 
 
 def same_vocabulary(ours, theirs, name):
-    """ValueError if two tokenizers, of the data and of the model `name`, make other ids of a text."""
+    """ValueError if the tokenizers of the data (ours) and of the model `name` (theirs) differ."""
     if ours.hash != theirs.hash:
         raise ValueError(f"{train.data} was made with another vocabulary than that of {name}: prepare the data with "
                          f"the model's, python convert.py --load={name} --save=vocabulary.json and "
@@ -99,8 +99,8 @@ def same_vocabulary(ours, theirs, name):
 
 def take_shape(found):
     """
-    Take the settings of the start model, found (ApertusConfig), into the run's shape: all but those that the user has
-    set and is free to change, its window, RoPE and document mask. ValueError: the user asks for another shape.
+    Copy the settings of the start model, found (ApertusConfig), to the run's shape. The user may set another window,
+    RoPE or document mask; any other setting that differs is a ValueError.
     """
     for name, value in vars(found).items():
         own = getattr(train.shape, name)
@@ -108,7 +108,7 @@ def take_shape(found):
         if name not in train._asked or name == "vocab_size" and not own:
             setattr(train.shape, name, value)
         elif own != value and not free:
-            raise ValueError(f"{name}={own!r}, but {init_from} has {value!r}: leave it out, the start decides it")
+            raise ValueError(f"{name}={own!r}, but {init_from} has {value!r}: leave it out, the start model decides it")
     if train.shape.block_size > found.block_size and train.shape.rope_theta == found.rope_theta:
         print(f"warning: windows of {train.shape.block_size} tokens, and {init_from} has seen {found.block_size} at "
               "once: its RoPE may need another rope_theta")
@@ -148,7 +148,7 @@ def build(run, path, professor):
     """
     The model of a run on the current device. On meta it has no values yet: init_weights() reads or draws them.
 
-    path: of the weights of init_from, or None; professor: the model of teacher, or None.
+    path: where the weights of init_from are, or None; professor: the teacher model, or None.
     """
     run.path = path
     model = start.build(run) if path else Apertus(run.shape, seed=None)
@@ -173,12 +173,12 @@ def build(run, path, professor):
 
 
 def extend(model, mixin):
-    """Put the methods of a class before those that the model has."""
+    """Let the methods of a class override those of the model."""
     model.__class__ = type(mixin.__name__, (mixin, type(model)), {})
 
 
 def check_teacher(its):
-    """ValueError: a teacher (its ApertusConfig) whose window is shorter, or vocabulary smaller, than the student's."""
+    """ValueError if the teacher has a shorter window or a smaller vocabulary than the run. its: its ApertusConfig."""
     ids = max(train.shape.vocab_size, read_meta(train.data)["vocab_size"])
     if its.block_size < train.shape.block_size or its.vocab_size < ids:
         raise ValueError(f"{teacher} has windows of {its.block_size} tokens and {its.vocab_size} ids, and the run "
@@ -212,11 +212,11 @@ def wrap_loop(tok):
         run.guides.end(step + 1, run.opt)
 
     if wandb_log:
-        import wandb                                       # here, so that an error comes before the run folder is there
+        import wandb                                       # here: if it is missing, no run folder is made
 
         batches = train.batches
 
-        # train.py asks for its batches once, when the log is open.
+        # train.py calls batches() once, after it has opened the log.
         def batches_and_wandb(run, start):
             log = run.log
 

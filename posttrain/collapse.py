@@ -1,20 +1,20 @@
 """
-Is the representation collapsing? SFT and QRPO log these numbers of the last hidden states and the last activation.
+Is the representation collapsing? SFT and QRPO log these numbers about the last layer.
 
-Reward can rise while the features that carry it fall into ever fewer directions. A model in that state stops learning.
+Reward can rise while the features collapse into fewer and fewer directions. A model in that state stops learning.
 
-    s = singular values of H (N tokens, C features), not centred       p = s / sum(s)
+    s = singular values of the last hidden states H (N tokens, C features), not centred       p = s / sum(s)
     effective rank    exp(-sum p log p)                                 Roy & Vetterli 2007
     PCA-99 % rank     the fewest directions that hold 99 % of sum(s^2)
     srank             the fewest directions that hold 99 % of sum(s)    Kumar et al. 2021
-    feature rank      how many s / sqrt(N) are above .01                Lyle et al. 2022
-    torch rank        how many s are above rounding, as torch.linalg.matrix_rank counts
+    feature rank      the number of s / sqrt(N) above .01               Lyle et al. 2022
+    torch rank        the number of s above rounding errors, as torch.linalg.matrix_rank counts
     stable rank       sum(s^2) / max(s)^2
-    dead units        xIELU inputs of the last layer that are above 0 for no token; the share of all
-    pre-activation    the mean L2 norm of those inputs over tokens: it grows before the rank falls
+    dead units        the share of the last layer's xIELU inputs that are above 0 for no token
+    pre-activation    the mean L2 norm of these inputs over tokens: it grows before the rank falls
 
 Source: arXiv 2405.00662 and its code, which has the first five ranks and dead units. papers/ppo_collapse.py measures
-PPO by the same functions. RMSNorm fixes the norm of the last hidden states, so the norm is that of the xIELU inputs.
+PPO with the same functions. RMSNorm fixes the norm of H, so the norm that is logged is that of the xIELU inputs.
 
 $ python -m posttrain.sft --init_from=out/laptop --rank_every=100        # rank_* in log.jsonl, every 100 steps
 """
@@ -52,7 +52,7 @@ def spectrum(h):
 
 
 def fewest(values):
-    """How many of the values, which descend, make 99 % of their sum."""
+    """The number of leading values, sorted from large to small, that make up 99 % of their sum."""
     return (values.cumsum(0) < 0.99 * values.sum()).sum() + 1
 
 

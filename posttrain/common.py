@@ -1,8 +1,8 @@
 """
-What SFT and QRPO share: train.py's loop over items, which are conversations or pairs of completions.
+Shared by SFT and QRPO: train.py's loop over items, which are conversations or pairs of completions.
 
 A run goes `epochs` times over its items, batch_size of them per step, in micro-batches that the ranks divide among
-themselves. Both scripts keep their settings as globals, lend them to train.py, and replace the functions of its loop
+themselves. Both scripts keep their settings as globals, copy them to train.py, and replace the functions of its loop
 that read the data and compute the loss.
 """
 
@@ -29,8 +29,8 @@ from engine.restore import refuse_another
 from engine.runs import asked, settings_of
 from posttrain import start
 
-# A resumed run may change these settings, because they change no number but by rounding. The data, with the rules that
-# some of it is left out by, and rewards are compared by hashes of their content; references have a folder of their own.
+# A resumed run may change these settings, because they change no number by more than rounding. The hashes of the data
+# (with keep_licenses and decontaminate) and of the rewards must be the same; references have a folder of their own.
 FREE = """out data keep_licenses decontaminate rewards references show resume device parallel compile micro_batch pack
 rank_every checkpoint_every keep_checkpoints recompute old old_every old_windows"""
 
@@ -41,11 +41,11 @@ rank_every checkpoint_every keep_checkpoints recompute old old_every old_windows
 
 def tune(script, what, prepare, batches, forward_backward):
     """
-    A run of SFT or QRPO, by the loop of train.py.
+    Run SFT or QRPO with the loop of train.py.
 
     script: the globals of sft.py or qrpo.py, with the settings; what: "conversations" or "pairs".
-    prepare(run): reads the data once the ranks have met; it sets run.items, how many there are, run.notes, lines for
-    the user, run.hashes, {name: hash of what else decides the numbers}, and run.val.T, the tokens of the longest row.
+    prepare(run) reads the data after the ranks have met. It sets run.items, their number; run.notes, lines for the
+    user; run.hashes, {name: hash} of all else that decides the numbers; and run.val.T, the tokens of the longest row.
     batches(run, step), forward_backward(run, batch, step): as in train.py.
     """
     shape, tok, path = convert.start_of(script["init_from"])
@@ -67,7 +67,7 @@ def tune(script, what, prepare, batches, forward_backward):
     train.timeout = 7200                                   # a rank may sample references while another waits
     train.sample_every = 0
     train.eval_every = script["old_every"] if script["old"] else 0
-    # Linear up and down: the rate begins to fall at once, so that no decay can be asked for.
+    # The rate rises, then falls (lr_at). To train.py all of that is decay, so the file `cooldown` has no effect.
     train.warmup_samples, train.decay_samples = 0, train.total_samples
 
     def lr_at(samples, decay_at=None):
@@ -75,18 +75,18 @@ def tune(script, what, prepare, batches, forward_backward):
         return script["lr"] * linear(samples // script["batch_size"], steps, script["warmup"])
 
     def open_data(ranks):
-        # Of unknown length: the memory check comes again when they are read.
+        # The length of the rows is not known yet: prepare_items() repeats the memory check.
         meta = dict(vocab_size=shape.vocab_size, tokenizer=tok.hash[:16])
         items = SimpleNamespace(meta=meta, fingerprint="", stop=None, T=0)
         return items, items, script["micro_batch"]
 
     def prepare_items(run):
         run.tok, run.longest, run.path = tok, longest, path
-        # Another run is refused before its data are read and its references are sampled.
+        # The settings of a resumed run are compared before data are read and references sampled.
         if train.resume and steps_in(f"{train.out}/ckpt"):
             refuse_another(train.out, settings_of(train.out), {name: mine[name] for name in sorted(run.decides)})
         prepare(run)
-        # Again, with the length of the rows.
+        # The memory check again, now with the length of the rows.
         check_run(run, start.build, True)
         steps = -(-script["epochs"] * run.items // script["batch_size"])
         train.total_samples = train.decay_samples = steps * script["batch_size"]
@@ -119,10 +119,10 @@ def tune(script, what, prepare, batches, forward_backward):
     train.tokens_seen = lambda step: {}
     train.validate = lambda run, windows: {}
     train.eval_minutes = 0
-    # Large optimizers are compiled also where the model is not.
+    # Without `compile`, AdEMAMix decides: its update of a large model is compiled even if the model is not.
     train.build_optimizer = lambda *args, compile, **how: build_optimizer(*args, **how)
     start.wrap(script["old"], script["old_windows"], tok)
-    # The settings of adapters decide nothing where all weights are trained.
+    # Without adapters, their settings decide nothing.
     free = FREE.split() + ([] if script["lora_r"] else start.ADAPTERS)
     mine["vocab_size"] = max(shape.vocab_size, tok.vocab_size)
     train.main(start.build, mine, mine.keys() - free, prepare_items)
@@ -130,10 +130,10 @@ def tune(script, what, prepare, batches, forward_backward):
 
 def cached(files, ranks, what, compute, together=False):
     """
-    The contents of JSON files: compute(k) for the k-th of them, if it is not there.
+    The contents of JSON files. The k-th of them, if it is missing, is written first, with the value of compute(k).
 
-    The ranks share the missing files, and each of them returns all contents. together: all ranks compute equally often,
-    because they gather each other's weights; a rank that is done makes the first file again. what: a word for the bar.
+    The ranks share the missing files, and each rank returns all contents. together: all ranks compute equally often,
+    because they gather each other's weights; a rank that is done computes the first file again. what: label of the bar.
     """
     mine = [k for k in range(len(files))[ranks.rank::ranks.size] if not os.path.exists(files[k])]
     if together:
@@ -160,11 +160,11 @@ def contents(file):
 @functools.lru_cache(1)
 def interleave(slots):
     """
-    SLOTS samples, spread evenly over the sources by their slots: the source of each sample, and how many of that source
-    come before it, both (SLOTS,).
+    An even order of SLOTS samples, in which each source has its number of slots. Returns the source of each sample, and
+    how many samples of that source come before it, both (SLOTS,).
 
-    Sample k of a source with n slots is at (k + 1/2) / n of the way, like packets in fair queueing. So each source has
-    its share not only of all slots but, to a sample or two, of the first few.
+    Sample k of a source with n slots is placed at (k + 1/2) / n of the order, like packets in fair queueing. So each
+    source also has its share, to within a sample or two, of the first few samples.
     """
     source = np.repeat(np.arange(len(slots)), slots)
     before = np.concatenate(list(map(np.arange, slots)))
@@ -174,11 +174,11 @@ def interleave(slots):
 
 def chosen(step, batch_size, sizes, weights, epochs, seed):
     """
-    The items of a step: (at most batch_size,) numbers, those of the first source from 0 on, and so on.
+    The items of a step, numbers (at most batch_size,); those of a source follow on those of the source before it.
 
-    sizes, weights: of each source. A run takes epochs * sum(sizes) items. A source gives its share of them, and is
-    taken again and again, each time in another order: of one source each epoch takes every item once. A pure function
-    of the step, so that a resumed run and any number of ranks see the same batches.
+    sizes, weights: of each source. A run takes epochs * sum(sizes) items, of which each source supplies its share. A
+    source is repeated if need be, each time in another order; with one source, each epoch takes every item once. A
+    pure function of the step, so that a resumed run and any number of ranks see the same batches.
     """
     slots = mix_weights(dict(enumerate(weights)))
     source, before = interleave(tuple(slots.values()))
@@ -195,10 +195,10 @@ def chosen(step, batch_size, sizes, weights, epochs, seed):
 
 def linear(step, steps, warmup):
     """
-    Share of the peak learning rate: linear up over the first `warmup` of the steps, then linear down.
+    The learning rate as a share of its peak: linear up over a share `warmup` of the steps, then linear down.
 
-    This is transformers' "linear" schedule with its zeros just outside the run, at step -1 and at step `steps`: every
-    step learns, also the only step of a run.
+    This is transformers' "linear" schedule with its zeros just outside the run, at step -1 and at step `steps`, so that
+    every step learns, even if the run has only one.
     """
     up = max(1, math.ceil(warmup * steps))
     return min((step + 1) / up, (steps - step) / (steps - up + 1))
@@ -210,11 +210,11 @@ class Stop(Exception):
 
 def slices(n, run):
     """
-    The micro-batches of n items that this rank takes: yields (slice, whether it is this rank's last one). Stop: between
-    two of them a rank is asked to stop.
+    Yield this rank's micro-batches of n items: (slice, whether it is the rank's last). Raises Stop if, between two of
+    them, any rank is asked to stop.
 
-    All ranks run equally often, because sharded ones gather each other's weights: a slice may lie beyond n. It is then
-    empty, and the rank runs something that adds nothing.
+    All ranks get the same number of slices, because sharded ranks gather each other's weights. A slice beyond n is
+    empty: the caller then runs a micro-batch that adds nothing.
     """
     ranks = run.ranks
     each = -(-n // (run.rows * ranks.size))
@@ -226,5 +226,5 @@ def slices(n, run):
 
 
 def diagnosed(step, every):
-    """Whether posttrain/collapse.py looks at a step: each of a multiple of `every`, and the last one."""
+    """Whether posttrain/collapse.py measures this step: a multiple of `every`, or the last step. every=0: no step."""
     return every and (step % every == 0 or step + 1 == train.steps_until(train.total_samples))

@@ -1,15 +1,15 @@
 """
-The conversations of SFT: from files of any form to ids on disk, and the order in which the steps take them.
+The conversations of SFT, from files of several forms to ids on disk.
 
     --data=chats.jsonl | chats.json | chats.parquet | FOLDER | "GLOB" | hf://datasets/OWNER/NAME[/FOLDER | /FILES]
-    --data="{'a.jsonl': 2, 'hf://datasets/OWNER/NAME': 1}"        two of three conversations of the run are of a.jsonl
+    --data="{'a.jsonl': 2, 'hf://datasets/OWNER/NAME': 1}"        two of three conversations in a run are from a.jsonl
 
 Rows become ids once, in out/<run>/tokens. Each rank tokenizes its share of the parts, and a resumed run reads the parts
-that exist: a name is a hash of the content and of all settings that decide an id. Each source of a mixture is shuffled
-and repeated by itself. The number of a conversation in the run alone decides its source (chosen() of common.py), so
-that the order is the same on any number of ranks and after a restart.
+that exist: the name of a part is a hash of the content and of all settings that decide an id. Each source of a mixture
+is shuffled and repeated separately. The position in the run alone decides which conversation comes (chosen() of
+common.py), so the order is the same on any number of ranks and after a restart.
 
-Licences and evaluation prompts are judged as those of documents are (corpus/rules.py, corpus/dedup.py).
+Rows are left out by licence or evaluation prompt as documents are (corpus/rules.py, corpus/dedup.py).
 
 $ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}" --keep_licenses=mit,cc0
 """
@@ -32,7 +32,7 @@ from posttrain import common
 
 dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 
-SAID = np.uint32(1 << 31)       # the top bit of an id: the assistant must produce it itself
+SAID = np.uint32(1 << 31)       # the top bit of an id: set if the assistant produces the token, so that it is learnt
 # The columns of parquet files that are read.
 COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*chat.FORMS)
 
@@ -42,7 +42,7 @@ COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*chat.FORMS)
 
 
 def weights_of(data):
-    """The setting `data` as {source: weight}; a path alone has the weight 1. ValueError: a dict of something else."""
+    """The setting `data` as {source: weight}; a path alone has the weight 1. ValueError: a dict of another form."""
     weights = literal(data)
     if not isinstance(weights, dict):
         return {data: 1}
@@ -65,22 +65,22 @@ def numbered(file, part, columns=COLUMNS):
     """
     Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3". columns: as in readers.rows().
 
-    ValueError: a line is no JSON object, or the file is damaged. A null in parquet is a missing key.
+    ValueError: a line is not a JSON object, or the file is damaged. A null in parquet is a missing key.
     """
     parquet = readers.kind_of(file["path"]) == "parquet"
     for n, row in readers.rows(file, part, columns):
         place = f"{'row' if parquet else 'line'} {n + 1}"
         if isinstance(row, str):
-            raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is torn "
-                             "or in another encoding (iconv converts)")
+            raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is incomplete "
+                             "or in another encoding (iconv converts it)")
         yield place, without_nulls(row) if parquet else row
 
 
 def without_nulls(value):
     """
-    Parquet fills each struct of a column up with the keys of all others, with null in them: remove these keys.
+    Remove the keys whose value is null: parquet gives each struct of a column the keys of all others, with null.
 
-    A null licence stays. It is not in the allowlist, whereas a row without the column is an error.
+    A null licence stays, because such a row is left out, whereas a row without the column is an error.
     """
     if isinstance(value, list):
         return list(map(without_nulls, value))
@@ -90,7 +90,7 @@ def without_nulls(value):
 
 
 def first_rows(source, n, *how):
-    """(place, row) of the first n rows of a source, or of all for None; how: as in numbered()."""
+    """(place, row) of the first n rows of a source, or of all if n is None; how: as in numbered()."""
     rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part, *how))
     return itertools.islice(rows, n)
 
@@ -101,10 +101,10 @@ def first_rows(source, n, *how):
 
 class Conversations:
     """
-    conversations[k] -> (ids, said), two arrays (T,), int64 and bool; sizes: how many there are of each source; tokens,
-    learnt: of all of them. sources: for each source the parts that tokenize() has written to the folder.
+    conversations[k] -> (ids, said), arrays (T,), int64 and bool; said: the tokens that are learnt. sizes: conversations
+    of each source; tokens, learnt: totals. sources: for each, the parts that tokenize() wrote to the folder.
 
-    They are read when they are needed. Each rank holds 8 bytes a conversation itself.
+    Ids are read from disk when needed. In memory a rank holds 8 bytes a conversation.
     """
 
     def __init__(self, folder, sources):
@@ -127,10 +127,10 @@ class Conversations:
 
 def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", decontaminate=""):
     """
-    Conversations of --data; [[reason, place]] of the rows that are left out; a hash of everything that decides which
-    conversations there are, and in which ids.
+    Conversations of --data; [[reason, place]] of the rows that are left out; a hash of everything that decides the
+    conversations and their ids.
 
-    ValueError: a line that is no JSON object, a file that cannot be read, or a source with nothing to learn from.
+    ValueError: a line that is not a JSON object, a file that cannot be read, or a source with nothing to learn from.
     """
     weights = weights_of(data)
     # The first rank reads each file to its end, to find damage before the run.
@@ -164,10 +164,10 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
 
 def verdict(tok, max_length, date, licenses, contamination, row):
     """
-    A row -> (ids, said), or why it is left out: its licence, what learnable() says, or an evaluation prompt in it.
+    A row -> (ids, said), or why it is left out: its licence, a reason of learnable(), or an evaluation prompt in it.
 
-    licenses: the allowlist, or None; contamination: dedup.Contamination, or None. ValueError: a row has no column
-    license, where there is an allowlist.
+    licenses: the allowlist, or None; contamination: dedup.Contamination, or None. ValueError: there is an allowlist,
+    and the row has no column license.
     """
     if reason := selection.broken(row, licenses):
         return reason
@@ -183,7 +183,7 @@ def tokenize(folder, judge, name, file, part):
     Write the ids of the conversations in a part of a file to folder/name.npy. Returns the file's entry for data.Stream,
     the lengths of the conversations, and the rows that are left out.
 
-    ValueError: a line is no JSON object.
+    ValueError: a line is not a JSON object.
     """
     tokens, lengths, bad = [], [], []
     for place, row in numbered(file, part):

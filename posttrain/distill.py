@@ -1,17 +1,17 @@
 """
-Distillation: a student learns the next-token distribution of a larger model, not only the token that came.
+Distillation: a student learns the distribution that a larger model predicts for the next token, not only that token.
 
     loss = (1 - a) CE + a KL(p || q)                                 means over the kept tokens; a: --distill
     d loss / d logits = (1 - a) (q - onehot(label)) + a (q - p)      p: the teacher's distribution, q: the student's
 
-A label is one of 131,072 ids; p also has the alternatives and their probabilities. Apertus' Minis were distilled from
+A label is one of 131,072 ids; p also gives the probabilities of all others. Apertus' Minis were distilled from
 the 8B: 0.5B to 4B parameters, 1.7T tokens, a = 0.9 (arXiv 2605.29128), with p stored beforehand. Here the teacher runs
 next to its student. That costs a forward pass of the teacher in each step, and no disk.
 
-The two tensors of logits of a window of 4,096 take 2.1 GB each, and never exist. The teacher's hidden states are kept
-for the whole window; its logits are formed for one chunk of rows at a time, together with the student's, in the loop of
-loss.py. Three tensors of a chunk's size exist at once; the plain loss has one. Each rank holds the whole teacher in the
-dtype of the activations (16 GB for the 8B in bf16), even if the student is sharded.
+The logits of a window of 4,096 would take 2.1 GB for each model, so they are never held whole. The teacher's hidden
+states are kept for the whole window; its logits are formed for one chunk of rows at a time, together with the
+student's, in the loop of loss.py. Three tensors of a chunk's size exist at once; the plain loss has one. Each rank
+holds the whole teacher in the dtype of the activations (16 GB for the 8B in bf16), even if the student is sharded.
 
 $ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --distill=0.9 --out=out/student
 """
@@ -36,7 +36,7 @@ def chunk_loss(labels, known, head, h, w, rows, weights, train):
     loss.chunk_loss with two terms, -log q(label) and KL(p || q), both in nats.
 
     labels (N,); known (N, D), head (V, D): the teacher's hidden states and its head. h (rows, C), w (V, C); rows: which
-    of the N positions. weights (rows, 2), of each term. Returns the terms (rows, 2) and, if train, the gradient of
+    of the N positions. weights (rows, 2), of the two terms. Returns the terms (rows, 2) and, if train, the gradient of
     their weighted sum by the logits (rows, V).
     """
     labels = labels[rows, None]
@@ -49,7 +49,7 @@ def chunk_loss(labels, known, head, h, w, rows, weights, train):
         return terms, None
     of_ce, of_kl = weights.split(1, dim=1)                 # (rows, 1) each
     q = log_q.exp_()
-    # The difference comes first: where student and teacher agree it is exactly 0.
+    # Subtract before weighting: where student and teacher agree, the difference is exactly 0.
     p_minus_q = p.sub_(q)
     dz = q.mul_(of_ce).scatter_add_(1, labels, -of_ce)
     return terms, dz.addcmul_(p_minus_q, of_kl, value=-1).to(h.dtype)
@@ -57,21 +57,21 @@ def chunk_loss(labels, known, head, h, w, rows, weights, train):
 
 class Student:
     """
-    A mixin of Apertus: in training it also learns from `teacher`, a model in a tuple, so that it is not a submodule.
-    share: of KL in the loss, 0 to 1.
+    A mixin of Apertus that in training also learns from a teacher. teacher: a tuple with the model, which therefore is
+    not a submodule; share: of KL in the loss, 0 to 1.
 
     The teacher reads the same windows, documents and positions. It is frozen, in the dtype of the run.
     """
 
     def forward(self, idx, targets=None, keep=None, doc=None, n_tokens=None, positions=None, **how):
-        """As Apertus.forward; in training {"loss": cross-entropy, "kl": KL}, for the log, and their weighted sum."""
+        """As Apertus.forward; in training it returns {"loss": cross-entropy, "kl": KL} and their weighted sum."""
         if not self.training or targets is None:
             return super().forward(idx, targets, keep, doc, n_tokens=n_tokens, positions=positions, **how)
         teacher, = self.teacher
         with torch.no_grad():
             known = teacher.hidden(idx, doc, positions)    # (B, T, D)
         h = self.hidden(idx, doc, positions)               # (B, T, C)
-        # Further rows of the teacher's head only pad it to a round number.
+        # Further rows of the teacher's head are padding.
         head = teacher.lm_head.weight[:self.config.vocab_size]
         both = functools.partial(self.chunk_both, targets.flatten(), known.flatten(0, 1), head)
         weights = at_least_fp32(keep.flatten().to(h.dtype))[:, None] / n_tokens                    # (N, 1)
@@ -87,7 +87,7 @@ def learn_from(model, teacher, share, compiled):
     model.teacher = (teacher.eval().requires_grad_(False),)
     model.share = share
     model.chunk_both = torch.compile(chunk_loss) if compiled else chunk_loss
-    # Static shapes: the blocks of both models are the same code, and torch.compile would make one slower graph for
-    # both widths.
+    # Static shapes: both models share the code of their blocks, and torch.compile would otherwise make one slower graph
+    # for both widths.
     for block in teacher.model.layers if compiled else ():
         block.compile(dynamic=False)

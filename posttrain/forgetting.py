@@ -1,14 +1,14 @@
 """
-Forgetting: a second validation set during fine-tuning, of text like that which the start model was trained on.
+Forgetting: a second validation set during fine-tuning, with text like the training data of the start model.
 
-    lost = sum over documents of their bits, after - before  /  bytes      paired by document, with its 95 % interval
+    lost = sum over documents of (bits after - bits before)  /  bytes      paired by document, with its 95 % interval
 
-The loss of the new data says nothing of this. Of 46 LoRA runs on Apertus-8B, those with the lowest loss, at a rate of
-1e-3, gave hardly a readable answer on another test (github.com/davmels/peft_apertus); at 1e-5 they kept it.
+The loss on the new data does not show it. Of 46 LoRA runs on Apertus-8B, those with the lowest loss, at a rate of 1e-3,
+gave hardly a readable answer in another test; those at 1e-5 still did well there (github.com/davmels/peft_apertus).
 
-The old text is fixed: the first windows of documents, which are evenly spaced, then their second windows, and so on.
-old.json in the run folder keeps the bits of the start model, so that a resumed run compares with the same start.
-Measuring draws no random number and needs no gradient: it changes no bit of the run.
+The old text is fixed: of evenly spaced documents the first windows, then the second windows, and so on. old.json in
+the run folder keeps the bits of the start model, so that a resumed run compares with the same start. Measuring draws no
+random number and computes no gradient, so it does not change the run.
 
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl --old=data/stdlib --old_every=50
 $ python train.py --init_from=out/laptop --data=data/mine --out=out/mine --old=data/stdlib      # at every validation
@@ -28,8 +28,8 @@ from engine.parallel import drop_gathered
 
 class Old:
     """
-    Old text in windows of T tokens, `most` of them or, for 0, all; and the bits of each document under the start model
-    (before) and under the model as it was last measured (bits).
+    Old text in windows of T tokens, at most `most` of them (0: all). before, bits: the bits of each document under the
+    start model, and at the last measurement.
 
     path: a data folder (its validation documents), a .txt file, or .jsonl with "text"; out: the run folder. ValueError
     if there is no text.
@@ -40,7 +40,7 @@ class Old:
         rows = [(turn, n, window)
                 for n, text in enumerate(texts(path, tok, most))
                 for turn, window in enumerate(evaluate.windows_of(evaluate.text_ids(tok, text), T))]
-        # By turn, so that each document has a part.
+        # All first windows come first, so that each document keeps one.
         rows.sort(key=lambda row: row[:2])
         _, self.owner, self.windows = zip(*rows[:most or None])
         self.sizes = self.per_document([evaluate.text_bytes(tok, ids[first:]) for ids, first in self.windows])
@@ -54,7 +54,7 @@ class Old:
         """
         Bits per byte for the log, old_bpb. Each rank measures all windows, since shards gather each other's weights.
 
-        The first measurement of a run is that of the start model, and the first rank writes it down.
+        The first measurement of a run is that of the start model; the first rank writes it to old.json.
         """
         model.eval()
         # Eager, because these windows have shapes that training has not compiled.
@@ -70,15 +70,15 @@ class Old:
         return dict(old_bpb=self.bits.sum() / self.sizes.sum())
 
     def recall(self):
-        """Of a resumed run: read the start model's bits. ValueError if they are not there, or of other windows."""
+        """For a resumed run: read the start model's bits. ValueError if they are missing, or of other windows."""
         found = read_json(self.file) if os.path.exists(self.file) else {}
         if found.get("hash") != self.hash:
-            raise ValueError(f"{self.file} {'has other windows of' if found else 'is not there for'} {self.path}: take "
-                             "the --old with which this run began, as it was, or leave --old out")
+            raise ValueError(f"{self.file} {'has other windows of' if found else 'is not there for'} {self.path}: use "
+                             "the same --old as when this run began, unchanged, or leave --old out")
         self.before = np.array(found["bits"])
 
     def summary(self, first):
-        """For summary.json: before, after, and the loss with half of its 95 % interval. The first rank prints it."""
+        """For summary.json: bits per byte before and after, and lost ± half of its 95 % interval. first: print."""
         lost, half = evaluate.ratio(self.bits - self.before, self.sizes)
         before, after = (bits.sum() / self.sizes.sum() for bits in (self.before, self.bits))
         n = len(self.sizes)
@@ -91,7 +91,7 @@ class Old:
 
 
 def texts(path, tok, most):
-    """The texts at `path`, or `most` of them, evenly spaced. ValueError: no text there."""
+    """The texts at `path`, at most `most` of them (0: all), evenly spaced. ValueError: no text there."""
     folder = os.path.isdir(path)
     documents = list(evaluate.validation_documents(path, tok)) if folder else evaluate.contents(path)[0]
     every = -(-len(documents) // most) if most else 1

@@ -5,21 +5,21 @@ Rewards by a charter: a judge model scores answers by written principles (Apertu
     margin(a, b) = 1/2 (l(a first) - l(b first))    l = log p(A) - log p(B); a preference for the first place cancels
     rank n ... 1                                    rank(): by score; an odd-even sort by margins orders the best five
 
-Sampled digits tie: of ten answers several get an 8. Their means do not (arXiv 2503.03064; thinking is off because it
-collapses them). QRPO uses the order only, so the reward is the rank. Equal texts share a reward. An empty text is not
-judged and ranks last. If all scores are equal, so are the rewards.
+Sampled digits tie: several of ten answers get an 8. Mean digits do not (arXiv 2503.03064). Thinking is off, because it
+leaves hardly any probability to other digits. QRPO uses the order only, so the reward is the rank. Equal texts share a
+reward. An empty text is not judged and ranks last. If all scores are equal, so are the rewards.
 
-The prompt has the charter first, then the question and the answer, then the instruction, as published: an answer that
-gives orders does not have the last word. Unlike the published scripts, the judge of a pair sees the question too, and
-a missing label or a tie never moves an answer.
+The prompt has the charter first, then the question and the answer, then the instruction, as published, so that an
+answer that gives orders does not have the last word. Unlike the published scripts, the judge of a pair sees the
+question too, and a missing label or a tie never moves an answer.
 
 A judge gives the log-probs of words as the first token of its reply. There are two kinds of MODEL:
 
     run folder, or folder or hub name of an Apertus     loaded by convert.py, asked in the format of chat.py
     http://localhost:8000/v1#NAME                       any model behind an OpenAI-compatible server (vllm serve NAME)
 
-Typed control tokens stay text for both. A server's vocabulary is unknown here, so a zero-width space breaks
-everything that looks like a control token.
+Control tokens in a question or an answer stay text for both. A server's vocabulary is unknown here, so a zero-width
+space breaks everything that looks like a control token.
 
 The charter of Apertus is Appendix O of arXiv 2509.14233. It has no licence that allows a copy here, so
 posttrain/charter.md is a short one of our own.
@@ -48,10 +48,10 @@ from engine.files import read_text, sha256, sha256_of
 
 DIGITS = "123456789"
 LABELS = "AB"
-TOP = 5                         # answers that are compared in pairs
+TOP = 5                         # the best answers, which are also compared in pairs
 BLANK = 1.0                     # score of an empty answer
-SILENT = 0.05                   # mean probability of all digits: a lower one is an error
-WAIT = 2.0                      # seconds between two requests of the same
+SILENT = 0.05                   # error: all digits together have a lower mean probability
+WAIT = 2.0                      # seconds before a failed request is repeated
 DATE = "2025-09-02"             # "Current date" of Apertus' system message; fixed, so that scores are reproducible
 
 # Control tokens of common templates: <|im_end|>, </s>, <start_of_turn>, [INST].
@@ -110,7 +110,7 @@ def lead(label_a, label_b):
     """
     log p(A) - log p(B), where -inf is a label that the server does not list; 0 if it lists neither.
 
-    An unlisted label is at most as likely as the listed one, and has at most the probability that the other leaves.
+    An unlisted label gets the most that is possible: the probability of the listed one, or the rest if that is less.
     """
     most = max(label_a, label_b)
     if most == -math.inf:
@@ -129,7 +129,7 @@ def odd_even(order, margins):
     """
     Sort `order`, best first, by comparisons of neighbours: places (0, 1), (2, 3), ... then (1, 2), (3, 4), ...
 
-    margins([(i, j), ...]) -> by how much each i is better than its j; it is called once for each pair. Ties stay in
+    margins([(i, j), ...]) -> by how much each i is better than its j; each pair is asked once. Ties stay in
     order. At most 2 (n - 1) rounds.
     """
     order = list(order)
@@ -143,14 +143,14 @@ def odd_even(order, margins):
         wrong = [k for k, couple in zip(places, couples) if known[couple] < 0]
         for k in wrong:
             order.insert(k, order.pop(k + 1))
-        # The round before has put the other neighbours in order.
+        # The previous round has put the other neighbours in order.
         if turn and not wrong:
             break
     return order
 
 
 def rank(scores, margins):
-    """Ranks n (best) to 1 of n scores, equal ones in their order; margins sort the TOP best again."""
+    """Ranks n (best) to 1 of n scores; ties stay in order. margins sort the TOP best again."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     order[:TOP] = odd_even(order[:TOP], margins)
     return [len(order) - order.index(i) for i in range(len(order))]
@@ -167,7 +167,7 @@ class Local:
         self.name = name
         self.model, self.tok = convert.load_ready(name, device, "auto")
         self.tok.check_chat()
-        # "8", " 8" and "8\n" are one answer. The published scripts count one spelling alone.
+        # "8", " 8" and "8\n" are the same answer. The published scripts count only one spelling.
         self.spelled = defaultdict(list)
         for piece, i in zip(self.tok.pieces, self.tok.ids):
             self.spelled[piece.decode(errors="replace").strip()].append(i)
@@ -175,7 +175,7 @@ class Local:
             raise ValueError(f"{name} cannot judge: its vocabulary has no token for {sorted(missing)}")
 
     def ids(self, text):
-        """A conversation up to where the reply begins."""
+        """The ids of a conversation up to where the reply begins."""
         return self.tok.chat([dict(role="user", content=text)], add_generation_prompt=True, date=DATE)
 
     @torch.no_grad()
@@ -237,7 +237,7 @@ class Server:
         return p
 
     def post(self, **body):
-        """The JSON that /chat/completions returns. OSError if it does not; only 429 and 5xx are asked again."""
+        """The JSON that /chat/completions returns. OSError after three errors, or one 4xx other than 429."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
             headers["Authorization"] = f"Bearer {key}"
@@ -277,17 +277,17 @@ def read_charter(file):
 
 
 def hash_of(files, name=""):
-    """A hash of the names and contents of files, in whatever folder they are, and of one more name."""
+    """A hash of the names and contents of files, whatever their folder, and of one more name."""
     digests = [(os.path.basename(file), sha256(file)) for file in files if os.path.isfile(file)]
     return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]
 
 
 def reward_hash(spec):
     """
-    A hash of everything that decides the numbers of --rewards, in whatever folder it is; "" for none.
+    A hash that identifies the rewards of --rewards, wherever its files are; "" for none.
 
-    Of the function's name and its file, but not of what that reads or imports; or of a judge's files or address, its
-    charter and our prompts.
+    For a function: of its name and its file, but not of files that this one reads or imports. For a judge: of its files
+    or address, the charter and our prompts.
     """
     kind, _, rest = spec.partition(":")
     if kind != "charter":
@@ -301,7 +301,7 @@ def reward_hash(spec):
 
 
 def question_of(row):
-    """What the answers are about: the user's words, or all turns with their speakers, without the system message."""
+    """The question for the judge: the user's words, or all turns with their speakers; no system message."""
     said = [(message["role"], content_of(message)) for message in row["messages"] if message["role"] != "system"]
     if len(said) == 1:
         return said[0][1]
@@ -333,7 +333,7 @@ class Charter:
         blank = "" in texts
         scores = self.scores(question, full)
         every = scores + [BLANK] * blank
-        # Ranks of equal answers would be noise that looks like a reward.
+        # Ranks of equal scores would be noise that looks like a reward.
         if max(every) - min(every) < 1e-6:
             return every[:1] * len(texts)
         places = rank(scores, lambda couples: self.margins(question, full, couples))
@@ -365,7 +365,7 @@ class Charter:
         return [margin(ab, ba) for ab, ba in zip(*logp.view(2, -1, 2).tolist())]
 
     def ask(self, prompt, words, each, room=0):
-        """log p of the words (n, len(words)) for each dict of the prompt's parts."""
+        """log p of the words, (n, len(words)), for each of n dicts with the parts of the prompt."""
         texts = [prompt.format(charter=self.text, **parts) for parts in each]
         logp = self.judge.logp(texts, words, room)
         if not (logp < math.inf).all():     # not a number

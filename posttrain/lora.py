@@ -8,10 +8,10 @@ B starts at zero, so step 0 is the base model exactly. At r = 16 on all six matr
 have 39.8M numbers, 0.49 % of the model: gradients and optimizer states take 0.8 GB instead of 161. The base needs no
 fp32 copy, because it never changes, and no gradient, so a step costs 4 FLOPs per weight and token instead of 6.
 
-The files are PEFT's, in both directions: adapter_model.safetensors and adapter_config.json.
+Files are read and written in PEFT's format: adapter_model.safetensors and adapter_config.json.
 
-A good learning rate is ten times that of full fine-tuning: AdEMAMix 5e-5 at s = 2. A larger s needs a smaller one. An
-adapter does not keep the base from forgetting; a low learning rate does.
+A good learning rate is ten times that of full fine-tuning: AdEMAMix 5e-5 at s = 2. A larger s needs a smaller rate.
+Adapters do not prevent forgetting; a low learning rate does.
 
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl --lora_r=16
 $ python train.py configs/continue_8b.py --data=data/mine --lora_r=64 --base=bf16
@@ -61,7 +61,7 @@ def adapted(model):
 
 def settings_of(r, alpha, on, rank_stabilised=False):
     """
-    The adapters' settings under PEFT's names. on: names of matrices with commas, or "all". ValueError for unknown ones.
+    The adapters' settings under PEFT's names. on: "all", or names of matrices with commas. ValueError for unknown ones.
     """
     wanted = MATRICES if on == "all" else on.split(",")
     if r < 1 or not {*wanted} <= {*MATRICES, "gate_proj"}:
@@ -71,11 +71,11 @@ def settings_of(r, alpha, on, rank_stabilised=False):
 
 def adapt(model, settings, seed=28):
     """
-    Freeze a model and give adapters to the matrices of its blocks that the settings name, in whole or by the end of the
-    name. Changes the model; returns it.
+    Freeze a model and add adapters to the matrices of its blocks whose names end in one of the target_modules. Changes
+    the model; returns it.
 
-    On the meta device the adapters have no values yet: call draw() when they have memory. ValueError: the settings name
-    no matrix.
+    On the meta device the adapters have no values yet: call draw() when they have memory. ValueError: no matrix has
+    such a name.
     """
     r, targets = settings["r"], tuple(settings["target_modules"])
     share = math.sqrt(r) if settings.get("use_rslora") else r
@@ -97,7 +97,7 @@ def adapt(model, settings, seed=28):
 @torch.no_grad()
 def draw(model, seed):
     """
-    The initial values of adapters, also of sharded ones: A uniform in +-1/sqrt(in), as in PEFT, and B zero.
+    Set the initial values of adapters, also of sharded ones: A uniform in +-1/sqrt(in), as in PEFT, and B zero.
 
     Each A has its own generator, seeded by (seed, name), so that the number of ranks changes no value.
     """
@@ -111,7 +111,7 @@ def draw(model, seed):
 
 @contextlib.contextmanager
 def off():
-    """A context without adapters: a model is its base, the reference of posttrain/qrpo.py."""
+    """A context in which all adapters are off: a model computes what its base does, for the reference of QRPO."""
     Adapted.on = False
     yield
     Adapted.on = True
@@ -122,7 +122,7 @@ def merge(model, dtype=torch.float32):
     """
     Replace each adapted matrix by W + (B A) s, computed in fp32 and stored in dtype. Changes the model.
 
-    Of an update a thousandth as large as W, the rounding to bf16 keeps half.
+    Rounding to bf16 loses half of an update that is a thousandth as large as W.
     """
     for name, layer in adapted(model).items():
         before = layer.weight.float() if hasattr(layer, "weight") else layer.base_class.dense(layer)     # (out, in)
@@ -135,7 +135,7 @@ def merge(model, dtype=torch.float32):
 # -----------------------------------------------------------------------------
 # PEFT's files
 
-# Keys that we apply, or that change no logit of a finished adapter. Its tensors say which matrices have one.
+# Keys that we apply, or that change no logit of a finished adapter: its tensors show which matrices have one.
 HARMLESS = set("""
 r lora_alpha use_rslora target_modules exclude_modules layers_to_transform layers_pattern
 auto_mapping base_model_name_or_path inference_mode init_lora_weights loftq_config lora_dropout
@@ -152,7 +152,7 @@ def tensors_of(model):
 
 def save(model, settings, folder, base, base_hash, write=True):
     """
-    Write the adapters of a model as PEFT does. base: where its frozen part came from; base_hash: its fingerprint.
+    Write the adapters of a model as PEFT does. base: the name of its base model; base_hash: that model's fingerprint.
 
     The configuration, which makes the folder an adapter, is written last. Gathers shards: every rank calls this, and
     the one with write=True writes.

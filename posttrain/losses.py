@@ -25,9 +25,9 @@ BETA = dict(qrpo=0.003, dpo=0.03, rebel=1e-4, simpo=2.5)    # the middle of the 
 
 
 # -----------------------------------------------------------------------------
-# the quantile of a reward, and the partition function that it makes known
+# the quantile of a reward, and the partition function that follows from it
 
-# f of R_q, from n references. A quantile of 0 would be minus infinity after log and normal, so it becomes 1 / n.
+# f of R_q, from n references. log and normal would make a quantile of 0 (normal also one of 1) infinite: it is clamped.
 TRANSFORMS = dict(
     identity=lambda q, n: q,
     log=lambda q, n: q.clamp(1 / n, 1).log(),
@@ -47,9 +47,9 @@ def quantile(reward, ref_rewards, loo=False):
     """
     R_q, the share of reference rewards that are <= reward. reward (...), ref_rewards (n,) or (..., n) -> (...).
 
-    Numbers are taken as tensors. Exact on average for any n if the references are independent: n = 1 is noisy, not
-    wrong. loo: reward is one of the n itself and is left out; counting it, as the released scripts do, adds
-    (1 - R_q) / n (n = 3: .167 on average). ValueError if there is nothing to compare with.
+    Numbers are taken as tensors. Unbiased for any n if the references are independent: n = 1 is noisy, not wrong.
+    loo (leave one out): reward is one of the n references and is not compared with itself; counting it, as the released
+    scripts do, adds (1 - R_q) / n (n = 3: .167 on average). ValueError if no reference is left to compare with.
     """
     ref_rewards = torch.as_tensor(ref_rewards)
     reward = torch.as_tensor(reward, dtype=ref_rewards.dtype)
@@ -66,9 +66,9 @@ def beta_log_z(beta, transform="identity"):
     beta log Z with Z = E exp(f(R_q) / beta) for R_q uniform on (0, 1), exact for every beta > 0.
 
     With the identity it is also the share of the reference's completions whose log-prob must fall, since their R_q is
-    below it: 77 % at beta .1, 98 % at .003. So the chosen ones fall too.
+    below it: 77 % at beta .1, 98 % at .003. So most of the better completions of pairs fall too.
 
-    beta: a number or a tensor; returns the same kind. ValueError for another transform than those of LOG_Z.
+    beta: a number or a tensor; returns the same kind. ValueError for a transform that is not in LOG_Z.
     """
     if transform not in LOG_Z:
         raise ValueError(f"transform={transform!r}: there is {', '.join(LOG_Z)}")
@@ -81,9 +81,9 @@ def discrete_beta_log_z(ref_quantiles, beta):
     """
     beta log Z with Z = mean_j exp(R_j / beta) over a prompt's own references. ref_quantiles (..., n), beta (...).
 
-    For rewards that tie: pass or fail has two quantiles, not a uniform one. At 25 % passing and beta .1 the uniform Z
-    asks for 3.1 times the probability there is, and every completion must rise. The price: for few references the
-    minimiser is biased, which it is not with the uniform Z. Not in the paper.
+    For rewards that tie: pass or fail has two quantiles, which are not uniform on (0, 1). If 25 % pass, at beta .1, the
+    targets with the uniform Z add up to a probability of 3.1, which no policy can reach. The price: with few references
+    the minimiser is biased, which it is not with the uniform Z. Not in the paper.
     """
     log_sum = torch.logsumexp(ref_quantiles / beta[..., None], -1)
     return beta * (log_sum - math.log(ref_quantiles.shape[-1]))
@@ -115,7 +115,7 @@ def simpo_loss(pi, known, beta, gamma):
     return -F.logsigmoid(beta * (margin - gamma))
 
 
-# In capitals: a dict in small letters would become a setting of the script that imports it.
+# In capitals, because a dict in small letters would become a setting of the script that imports it.
 LOSSES = dict(qrpo=qrpo_loss, dpo=dpo_loss, rebel=rebel_loss, simpo=simpo_loss)
 
 
@@ -133,5 +133,5 @@ def effective_beta(like, length, beta, beta_max):
 
 
 def correlation(x, y):
-    """Pearson's r of x and y, each (n,); 0 if either does not vary, as every log-ratio at step 0."""
+    """Pearson's r of x and y, each (n,); 0 if either does not vary, like the log-ratios of step 0."""
     return F.cosine_similarity(x - x.mean(), y - y.mean(), dim=0, eps=1e-12).item()

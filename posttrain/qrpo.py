@@ -3,21 +3,21 @@ QRPO, quantile reward policy optimisation (arXiv 2507.08068; Apertus report sec.
 data.
 
 Alignment wants the policy that maximises reward but stays near the reference: pi*(y|x) = pi_ref(y|x) exp(r(x,y) / beta)
-/ Z(x). Taking logs, every single completion has a known right answer, if only Z(x), a sum over all completions, were
-known. QRPO makes it known. Replace the reward by its quantile among the reference model's own completions: that is
-uniform on (0, 1) whatever the reward was, so
+/ Z(x). Its log would give a target for every single completion, if Z(x), a sum over all completions, were known. QRPO
+makes it known: it replaces the reward by its quantile among the reference model's own completions, which is uniform on
+(0, 1) whatever the reward was, so
 
-    R_q(x, y) = Pr_{y' ~ ref}( r(x, y') <= r(x, y) )              quantile(): the share of n references no better
+    R_q(x, y) = Pr_{y' ~ ref}( r(x, y') <= r(x, y) )              quantile(): share of n references that are no better
     beta log Z = beta log( beta (e^(1/beta) - 1) )                beta_log_z(): one number for every prompt
-    loss = ( R_q - beta log Z - beta log pi(y|x)/pi_ref(y|x) )^2  LOSSES["qrpo"]: a regression, no pairs, any data
+    loss = ( R_q - beta log Z - beta log pi(y|x)/pi_ref(y|x) )^2  LOSSES["qrpo"]: a regression that needs no pairs
 
-At beta .1 the target falls for 77 % of the reference's completions (beta log Z = .77), the mean quantile rises to .90,
-and KL to 1.30 nats.
+At beta .1 the log-probs of 77 % of the reference's completions must fall (beta log Z = .77); at the optimum the mean
+quantile is .90, and KL 1.30 nats.
 
-Pairwise methods never meet Z: it cancels between a better completion c and a worse one r of the same prompt. With
+Pairwise methods need no Z: it cancels between a better completion c and a worse one r of the same prompt. With
 g = log pi / pi_ref and l = log pi:
 
-    DPO    -log sigmoid(beta (g_c - g_r))                         only who won counts; no target, g may go anywhere
+    DPO    -log sigmoid(beta (g_c - g_r))                         only the order counts; g has no target
     REBEL  ((r_c - r_r) / beta - (g_c - g_r))^2                   the reward difference is the target
     SimPO  -log sigmoid(beta (l_c/|y_c| - l_r/|y_r|) - beta gamma)     no reference at all
 
@@ -26,8 +26,7 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 First, n completions per prompt are sampled from the start model and scored, and their log-probs under it are stored, so
 that training holds no second model. With adapters (--lora_r) the reference is the same model with the adapters off.
 Then the loop of train.py follows. out/<run>/references caches every stage: a run can be killed anywhere, and --resume
-continues it. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks leave after the micro-batch,
-and save.
+continues it. After SIGTERM, SIGUSR2, or `touch out/<run>/stop`, all ranks stop after the current micro-batch and save.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
       # my_reward.py: def reward(prompt, completion): return float, or
@@ -72,64 +71,64 @@ from posttrain.references import (
 
 # -----------------------------------------------------------------------------
 # the run
-out = "out/qrpo"                # its folder
+out = "out/qrpo"                # the run folder
 init_from = "out/sft"           # the start model, and the reference: run folder, Hugging Face folder or hub name
-data = "prompts.jsonl"          # rows of "messages", the last a user's; if any, "completions", "rewards", "ref_rewards"
-rewards = ""                    # FILE.py[:name] | charter:JUDGE[,FILE] | "": those in the data
+data = "prompts.jsonl"          # rows of "messages", the last a user's; maybe "completions", "rewards", "ref_rewards"
+rewards = ""                    # FILE.py[:name] | charter:JUDGE[,FILE] | "" = those in the data
 references = ""                 # folder of sampled and scored references, to share between runs; "" = out/references
 resume = False                  # continue from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights, states and sums of log-probs are fp32
-parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; to sample, each rank loads all
-compile = False                 # torch.compile, block by block, of the steps; references are made eagerly
+parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; each rank samples with a whole model
+compile = False                 # torch.compile of the training steps, block by block; references are sampled eagerly
 seed = 28
-date = "2025-09-02"             # "Current date" without a system message, as in SFT; fixed: samples are of one prompt
+date = "2025-09-02"             # "Current date" of the default system message; fixed, because it is part of the prompt
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
-lora_alpha = 32.0               # their update counts alpha / r
-lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
-lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
-base = "fp32"                   # what frozen weights are held in: fp32 | bf16 | int8 | nf4
+lora_alpha = 32.0               # scale of their update: alpha / r
+lora_on = "all"                 # matrices with adapters: all, or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
+lora_rs = False                 # rank-stabilised: scale by alpha / sqrt(r)
+base = "fp32"                   # how frozen weights are stored: fp32 | bf16 | int8 | nf4
 recompute = "none"              # activations that backward computes again: none | cheap | selective | full
 # references and pairs
-n_refs = 10                     # sampled per prompt at temperature 1: report 10, released configurations 30
+n_refs = 10                     # references per prompt, sampled at temperature 1; report 10, released configurations 30
 use_references = True           # train on the references too (off-policy data), not only on "completions" (offline)
-loo = 1                         # a reference is not among its own references; 0 = as released: bias (1 - R_q) / n
-pairs = "random"                # random | best: the best against one of quantile <= max(.2, 1/n), as Apertus
-pairs_per_prompt = 1            # 0 = as many as there are
-max_length = 0                  # tokens; 0 = the model's window. Longer completions are dropped and counted, never cut
-max_new_tokens = 2048           # of a reference
+loo = 1                         # leave a reference out of its own quantile; 0 = as released: bias (1 - R_q) / n
+pairs = "random"                # random | best (Apertus): the best against one with a quantile <= max(.2, 1/n)
+pairs_per_prompt = 1            # at most; 0 = all
+max_length = 0                  # tokens of prompt and completion; 0 = the model's window; longer ones are left out
+max_new_tokens = 2048           # tokens of a reference, at most
 sample_batch = 64               # completions sampled at once
 # the loss
 loss = "qrpo"                   # qrpo | dpo | rebel | simpo
 beta = 0.0                      # 0 = 5 with length_norm (Apertus), else BETA of posttrain/losses.py
 length_norm = True              # beta / |y|
-beta_max = 0.1                  # qrpo: limit of beta / |y|, of the released code; matters below 50 tokens; 0 = none
+beta_max = 0.1                  # qrpo: limit of beta / |y|, as in the released code; matters below 50 tokens; 0 = none
 transform = "identity"          # identity | log (optimum: best-of-(1/beta + 1)) | normal (quantiles of a normal)
-ties = "le"                     # le: rewards without ties | discrete: Z from a prompt's references, for pass or fail
+ties = "le"                     # le: for rewards without ties | discrete: Z from the references, for pass or fail
 gamma = 0.5                     # simpo: the margin, in units of beta
 # the schedule
 epochs = 1
 batch_size = 512                # pairs per step
 micro_batch = 4                 # pairs in memory at once
-warmup = 0.1                    # share of the steps; linear up, then linear down to the end
+warmup = 0.1                    # share of the steps in which the rate rises linearly; then it falls linearly to the end
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
-state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, rounded at random
+state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, one rounded at random
 lr = 5e-7
-betas = (0.9, 0.999, 0.999)     # AdamW uses the first two
-alpha = 8.0                     # it and beta3 warm up over the whole run
+betas = (0.9, 0.999, 0.999)     # fast average, squares, slow average; AdamW uses the first two
+alpha = 8.0                     # the slow average's weight; alpha and beta3 warm up over the run, at most 100,000 steps
 eps = 1e-8
 weight_decay = 0.0
-grad_clip = 20.0                # practically none, as published; the norm before clipping is in the log
+grad_clip = 20.0                # hardly ever clips, as published; the norm before clipping is in the log
 rank_every = 50                 # steps between diagnoses of collapse (posttrain/collapse.py); 0 = never
 # forgetting (posttrain/forgetting.py)
-old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
+old = ""                        # text like the start model's data: .txt, .jsonl, or a data folder's validation split
 old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
-old_windows = 64                # at most, of the model's window, spread over the documents; 0 = all
+old_windows = 64                # windows of that text, at most, spread over its documents; 0 = all
 # checkpoints
 checkpoint_every = 200          # steps; 0 = at the end only
-keep_checkpoints = 2            # of the newest; 0 = all
+keep_checkpoints = 2            # how many of the newest to keep; 0 = all
 # -----------------------------------------------------------------------------
 
 
@@ -144,11 +143,11 @@ def prompts_of(tok, path):
     """
     The prompts that can be used, and [(reason, place)] of the others.
 
-    A prompt has place, row, ids; refs, given: ids of the sampled and of the data's own completions; rated: [rewards of
-    the references, rewards of the given ones]. References come later, and rewards too if --rewards makes them.
+    A prompt has place, row, ids; refs, given: ids of the sampled completions and of those in the data; rated: [rewards
+    of refs, rewards of given]. refs are set later, and with --rewards rated too.
     """
     asked, bad = [], []
-    # All columns, since a function of rewards may read any.
+    # All columns, because a reward function may read any.
     for place, row in first_rows(path, None, ()):
         found = prompt_ids(tok, row, date)
         texts = row.get("completions", [])
@@ -174,7 +173,7 @@ def prepare(run):
     version = reward_hash(rewards)
     data_hash = load_policy(run, asked)
     run.cache = functools.partial(of_stage, run.folder, run.ranks)
-    # A judge that cannot read these prompts is an error before sampling. With rewards on disk it is not loaded.
+    # A judge that cannot read these prompts is an error before sampling. If rewards are on disk, it is not loaded.
     if isinstance(score, Charter) and not os.path.exists(file_of(run.folder, f"rewards-{version}", 0)):
         score.check([p.row for p in asked], room_for(run, [p.ids for p in asked]))
     if rewards:
@@ -186,7 +185,7 @@ def prepare(run):
             p.refs = p.refs if use_references else []
     del score           # a reward model leaves the device
     pools = [candidates(run, p) for p in asked]
-    # Log-probs do not depend on the rewards, so runs with other rewards share them. Runs of adapters store none.
+    # Log-probs do not depend on the rewards, so runs with other rewards share them. With adapters none are stored.
     if not lora_r:
         store_logp(run, list(itertools.chain(*pools)))
     run.policy.train()
@@ -241,9 +240,9 @@ def sample(run, asked, score):
     """
     Set .refs of each prompt: n_refs completions, as ids, from the model that training starts from.
 
-    Sharded ranks do not sample, because they would gather all weights for every token: each of them loads the whole
-    model, which goes when this function returns. 70B is too large for that. Its data come with "completions" and
-    "ref_rewards" that an inference engine has made, and no rank ever holds the model.
+    A sharded model would gather all weights for every token: so each rank loads the whole model, and frees it when this
+    function returns. The 70B is too large for that. Its data come with "completions" and "ref_rewards" from an
+    inference engine, and no rank ever holds the whole model.
     """
     tok = run.tok
     prompts = [p.ids for p in asked]
@@ -259,16 +258,16 @@ def sample(run, asked, score):
         # Seeded by the batch and not by the run, so that a resumed run draws the same.
         generator = torch.Generator(run.device).manual_seed(seed * 1_000_003 + k)
         each = [ids for ids in some for _ in range(n_refs)]
-        # Stop at a call of tools too, where the model would make up the output. Unfinished completions are left out.
+        # Stop at a tool call too: the model would invent the tool's output. Unfinished completions are left out.
         stop = {tok.special[END], tok.special.get("<|tools_suffix|>", tok.special[END])}
-        # Temperature 1 and no cut: this is pi_ref itself.
+        # Temperature 1, without top-k or top-p, samples from pi_ref itself.
         done = generate(model, each, room_for(run, some), stop, generator=generator)
         new = [full[len(ids):] for full, ids in zip(done, each)]
         return [new[i:i + n_refs] for i in range(0, len(new), n_refs)]
 
     # The first prompt is scored at once, so that an error in the reward function comes before hours of sampling.
     [asked[0].refs, *_] = run.cache(stage, prompts[:per_file], per_file, draw)
-    if any(missing):                                       # more than the first file, whose number is 0
+    if any(missing):                                       # a file other than the first, whose number is 0
         rewards_of(tok, asked[0], score)
     for p, refs in zip(asked, run.cache(stage, prompts, per_file, draw)):
         p.refs = refs
@@ -276,9 +275,9 @@ def sample(run, asked, score):
 
 def rewards_of(tok, p, score):
     """
-    [rewards of a prompt's references, those of the given completions], scored together: a reward may compare all.
+    [rewards of a prompt's references, those of the given completions], from one call, because a reward may compare all.
 
-    ValueError if the function raises, or returns something else than finite numbers, one for each.
+    ValueError if the function raises, or does not return one finite number for each.
     """
     texts = [words(tok, ids) for ids in p.refs + p.given]
     where = f"{data}, {p.place}: --rewards={rewards}"
@@ -331,8 +330,8 @@ def pairs_of(i, pool):
     """
     [(better, worse)] of the candidates of prompt i, with different rewards; at most pairs_per_prompt.
 
-    random: disjoint, in an order drawn per prompt from the seed. best: the largest quantile against the largest that is
-    at most max(.2, 1/n), n references; of equal ones the first in that order.
+    random: disjoint pairs, in an order drawn for each prompt from the seed. best: the largest quantile against the
+    largest that is at most max(.2, 1/n), with n references; ties go to the first in that order.
     """
     order = [pool[k] for k in np.random.default_rng((seed, i)).permutation(len(pool))]
     couples = zip(order[::2], order[1::2])
@@ -363,7 +362,7 @@ def known_of(couples, beta):
 
 
 # -----------------------------------------------------------------------------
-# the run: what train.py's loop is given (posttrain/common.py)
+# the run: functions for train.py's loop (posttrain/common.py)
 
 
 def main():
@@ -372,7 +371,7 @@ def main():
             raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
     if ties == "discrete" and transform != "identity":
         raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
-    # With fewer, log and normal clamp all quantiles to one value.
+    # With fewer references, log and normal would clamp all quantiles to one value.
     least = dict(log=2, normal=3).get(transform, 1 + (loo and use_references))
     if n_refs < least:
         raise ValueError(f"n_refs={n_refs}: transform={transform} with loo={loo} wants at least {least}, so that each "
@@ -381,13 +380,13 @@ def main():
 
 
 def batches(run, step):
-    """The numbers of the pairs of this step and all later ones. Every rank has all of them."""
+    """Yield the numbers of the pairs of this step and of each later one. Every rank gets all of them."""
     for step in itertools.count(step):
         yield common.chosen(step, batch_size, [run.items], [1], epochs, seed)
 
 
 def part_of(known, part):
-    """The same numbers of some of the pairs."""
+    """`known` for some of the pairs."""
     return SimpleNamespace(**{name: values[part] for name, values in vars(known).items()})
 
 
@@ -395,8 +394,8 @@ def logp_of(run, texts, learn=None):
     """
     Log-probs of pairs under the model, (pairs, 2), without gradient, on every rank.
 
-    learn(slice, log-probs of its pairs) is called for each micro-batch of this rank. An empty one runs along with the
-    first pair of the step, of which nothing is left.
+    learn(slice, log-probs of its pairs) is called for each micro-batch of this rank. An empty one runs with the first
+    pair of the step, whose log-probs are then dropped.
     """
     logp = torch.zeros(len(texts), 2)
     for part, last in common.slices(len(texts), run):
@@ -446,7 +445,7 @@ def watched(ratio, known):
     Means of a step for the log, from its log-ratios log pi / pi_ref (pairs, 2), their targets, rewards and lengths.
 
     The samples are the reference's, so the policy's own values (kl, reward_policy) are estimated by weighting them with
-    pi / pi_ref. The weights are normalised: bounded, but kl cannot exceed the log of the number of samples.
+    pi / pi_ref. The weights are normalised, so kl cannot exceed the log of the number of samples.
     """
     margin = better_minus_worse(ratio).mean()
     target = (known.q - known.log_z) / known.beta

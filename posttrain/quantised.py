@@ -5,8 +5,8 @@ A frozen base model in 8 or 4 bits, for LoRA (posttrain/lora.py) and for decodin
     nf4     w / max |w| of each 64 weights, rounded to the nearest of 16 values     4.25 bits a weight
 
 The 16 values of NF4 (QLoRA, arXiv 2305.14314) are quantiles of a normal distribution, 8 above zero, 7 below and an
-exact zero, so that normally distributed weights use each of them equally often. bitsandbytes packs the 4 bits alike.
-The maxima are fp16; its own 8 bits for them save 3 % more memory, and round ten times as coarsely.
+exact zero, so that normally distributed weights use each of them equally often. The bits are packed as in bitsandbytes.
+The maxima are fp16; in bitsandbytes they may have 8 bits, which saves 3 % more memory but rounds ten times as coarsely.
 
                                          bf16     int8     nf4
     relative error of W x, W Gaussian    .002     .009     .09
@@ -34,9 +34,9 @@ from model import Linear
 
 BLOCK = 64      # weights that share a maximum in NF4
 SLAB = 2**22    # weights that are decoded at once
-ROWS = 8        # rows of activations, at most, for which a CPU's packed int8 product is faster than the dense one
+ROWS = 8        # up to this number of rows of activations, a CPU's packed int8 product is faster than the dense one
 
-# The quantiles of QLoRA, appendix E: bitsandbytes' table, which is their definition to 7 digits.
+# The quantiles of QLoRA, appendix E, from bitsandbytes' table, which agrees with their definition to 7 digits.
 CODE = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -44,7 +44,7 @@ CODE = torch.tensor([
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ])
 PAIRS = torch.cartesian_prod(CODE, CODE)        # (256, 2): the two weights in a byte
-# PAIRS on a device: copied once, since a GPU finishes its queue before such a copy.
+# PAIRS on a device: copied once, because such a copy waits until the GPU has finished its queue.
 pairs_on = functools.cache(PAIRS.to)
 
 
@@ -91,7 +91,7 @@ def product(x: Tensor, q: Tensor, scale: Tensor, shape: list[int], back: bool) -
     """x (..., K) @ w.T -> (..., N); back: x (..., N) @ w -> (..., K), its gradient. q, scale, shape: as in dense."""
     few = x.device.type == "cpu" and x.shape[:-1].numel() <= ROWS and not shape[1] % 16
     if few and not back and q.dtype == torch.int8 and x.dtype == torch.bfloat16:
-        # Decoding reads the whole matrix for each token. Here it reads 8 bits a weight.
+        # With few rows, memory is the limit: this kernel reads 8 bits a weight and writes no decoded matrix.
         y = torch._weight_int8pack_mm(x.reshape(-1, shape[1]), q, scale.bfloat16())
         return y.view(*x.shape[:-1], -1)
     w = dense(q, scale, shape, x.dtype)
@@ -121,7 +121,7 @@ class Quantised(Linear):
     def __init__(self, weight, base):
         nn.Module.__init__(self)
         self.out_features, self.in_features = self.shape = weight.shape
-        # The values that identify a model (convert.py: fingerprint).
+        # Original values, by which convert.fingerprint identifies a model.
         self.first = weight.detach().flatten()[:64].clone().float()
         q, scales = to_int8(weight) if base == "int8" else to_nf4(weight)
         self.register_buffer("q", q)
@@ -136,7 +136,7 @@ class Quantised(Linear):
 
 
 class Counted:
-    """A mixin of Apertus that counts the quantised weights, which are no parameters of torch's."""
+    """A mixin of Apertus that also counts the quantised weights, which are buffers and not parameters."""
     in_bits = 0
 
     def num_params(self):

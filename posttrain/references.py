@@ -4,9 +4,9 @@ The references of posttrain/qrpo.py on disk: sampled completions, their rewards,
 Each batch is a JSON file, written whole under its final name, and an existing file is not made again: a run can be
 killed anywhere, and runs with the same start model share the folder.
 
-    references/HASH/                             of the start model, the data, the seed and the lengths
+    references/HASH/                             HASH: of the start model, the data, the seed and the lengths
                     samples-N-0000000.json       N prompts per file: [[ids, ...] of each prompt]
-                    rewards-HASH-0000000.json    of the reward's file and function, or of its judge and charter
+                    rewards-HASH-0000000.json    HASH: of the reward's file and function, or of its judge and charter
                     logp-DTYPE-N-of-M-0000000.json    N of the M completions per file
 """
 
@@ -74,7 +74,7 @@ def sequence_logp(model, sequences):
     """
     head = model.lm_head.weight                     # (V, C)
     idx, targets = laid_out(sequences)
-    # We look for the completions on the CPU, because looking on a GPU would wait for it.
+    # The completions are located on the CPU, because nonzero() on a GPU would wait for it.
     where = (targets >= 0).flatten().nonzero()[:, 0]
     targets = targets.flatten()[where]              # (n,)
     idx, where, targets = (t.to(head.device, non_blocking=True) for t in (idx, where, targets))
@@ -92,7 +92,7 @@ def sequence_logp(model, sequences):
 
 
 def words(tok, ids):
-    """The text of a completion without control tokens: its end, the brackets of thoughts, whatever else was sampled."""
+    """The text of a completion without control tokens such as its end and the brackets of thoughts."""
     control = {i for name, i in tok.special.items() if name not in IN_TEXT}
     return tok.decode([i for i in ids if i not in control])
 
@@ -103,7 +103,7 @@ def in_one_line(error):
 
 def numbers(row, name, n, where):
     """
-    The numbers row[name] as floats, of ref_rewards the first n. ValueError: it has not n of them, or one is not finite.
+    The numbers row[name] as floats; of ref_rewards only the first n. ValueError if they are not n finite numbers.
     """
     values = row.get(name, [])
     if isinstance(values, list) and name == "ref_rewards":
@@ -120,7 +120,7 @@ def load_reward(spec, device):
 
     FILE.py[:name]: its function reward(prompt, completion), where prompt is the text of the last user message; a third
     argument gets the whole row of the data, which may hold a gold answer. Or its function rewards(row, completions),
-    known by the name of that argument. charter:MODEL[,FILE]: posttrain/judge.py. ValueError: there is no such function.
+    recognised by its argument `completions`. charter:MODEL[,FILE]: posttrain/judge.py. ValueError: no such function.
     """
     path, _, name = spec.partition(":")
     if path == "charter":

@@ -1,31 +1,31 @@
 """
 SFT, supervised fine-tuning: from a model of text to one that answers (Apertus report sec. 4).
 
-    loss = - sum over what the assistant says of log p(token | all before it)  /  the number of such tokens per step
+    loss = - sum over the assistant's tokens of log p(token | all before it)  /  the number of such tokens per step
 
 A conversation is written in Apertus' chat format (chat.py); system, developer, user and tool texts are read, never
 learnt. The model learns its own part: its words, its thoughts with their brackets, its tool calls, and
-<|assistant_end|>. The published template leaves that token out after the last answer, so a model trained on its
-text as it is never learns to stop there; it is added here.
+<|assistant_end|>. The published template leaves that token out after the last answer, and a model trained on that
+text does not learn to stop there; so it is added here.
 
     <s><|system_start|>…<|developer_end|><|user_start|>2+2?<|user_end|><|assistant_start|>4<|assistant_end|>
                                                                                           ^^^^^^^^^^^^^^^^^^ loss
 
-A row of the data has one of these forms, recognised by its keys. Other rows are left out and counted by kind.
+A row of the data has one of these forms, recognised by its keys. Other rows are left out and counted by reason.
 
     messages                     [{role, content}]: text, OpenAI's text parts, Apertus' blocks; tool_calls, role tool
     conversations                [{from, value}], ShareGPT: system, human, gpt, function_call, observation
     instruction, output, input   Alpaca; its published prompt becomes the user's words
     prompt, completion           two texts, or two lists of messages
-    beside them                  system (a text), tools (a list, or one as JSON), thinking, license
+    with any of these            system (a text), tools (a list, or one as JSON), thinking, license
 
-In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out
-curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). SIGTERM, SIGUSR2, or a file
-named `stop` in the run folder: all ranks leave after the micro-batch and save; --resume continues.
+Until conversations repeat, each loss is measured on ones that the model has not seen: the training curve is then a
+held-out curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). After SIGTERM,
+SIGUSR2, or `touch out/<run>/stop`, all ranks stop after the current micro-batch and save; --resume continues.
 
-$ python -m posttrain.sft --data=conversations.jsonl --show        # the first ones, token by token, the learnt in green
+$ python -m posttrain.sft --data=conversations.jsonl --show        # the first conversations; learnt tokens are green
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl
-$ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}"   # two of three are of the first
+$ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}"   # two of three are from chats/
 $ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
 $ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
@@ -53,51 +53,51 @@ from posttrain.conversations import described, first_rows, tokenized, weights_of
 
 # -----------------------------------------------------------------------------
 # the run
-out = "out/sft"                 # its folder
+out = "out/sft"                 # the run folder
 init_from = "out/laptop"        # the start model: run folder, Hugging Face folder or hub name
 data = "conversations.jsonl"    # .jsonl, .parquet, folder, glob, hf://datasets/OWNER/NAME, or {such: weight, ...}
 keep_licenses = ""              # only rows whose column `license` is one of these, with commas between
-decontaminate = ""              # evaluation prompts, as in prepare.py: a conversation that holds one is left out
+decontaminate = ""              # file of evaluation prompts (prepare.py): conversations that contain one are left out
 show = False                    # print the first conversations token by token, learnt tokens in green, and stop
 resume = False                  # continue from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
-parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; 8B with AdEMAMix: 161 GB
-compile = False                 # torch.compile: pays on CUDA with pack (few shapes)
-seed = 28                       # of the order of conversations
-date = "2025-09-02"             # "Current date" without a system message; fixed, so that a run can be repeated
+parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; the 8B with AdEMAMix takes 161 GB
+compile = False                 # torch.compile: worth it on CUDA with --pack, which makes few shapes
+seed = 28                       # seed of the order of conversations
+date = "2025-09-02"             # "Current date" of the default system message; fixed, so that a run can be repeated
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
-lora_alpha = 32.0               # their update counts alpha / r
-lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
-lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
-base = "fp32"                   # what frozen weights are held in: fp32 | bf16 | int8 | nf4
+lora_alpha = 32.0               # scale of their update: alpha / r
+lora_on = "all"                 # matrices with adapters: all, or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
+lora_rs = False                 # rank-stabilised: scale by alpha / sqrt(r)
+base = "fp32"                   # how frozen weights are stored: fp32 | bf16 | int8 | nf4
 recompute = "none"              # activations that backward computes again: none | cheap | selective | full
 # layout
-max_length = 0                  # tokens; 0 = the model's window. Longer ones are dropped and counted, never cut
+max_length = 0                  # tokens; 0 = the model's window. Longer conversations are left out and counted, not cut
 pack = False                    # False: one conversation per row, padded, as Apertus; True: several, apart in attention
 # the schedule
 epochs = 1
 batch_size = 512                # conversations per step, packed or not
 micro_batch = 4                 # rows in memory at once
-warmup = 0.03                   # share of the steps; linear up, then linear down to the end
+warmup = 0.03                   # share of the steps in which the rate rises linearly; then it falls linearly to the end
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
-state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, rounded at random
+state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, one rounded at random
 lr = 5e-6
-betas = (0.9, 0.999, 0.99)      # AdamW uses the first two
-alpha = 8.0                     # it and beta3 warm up over the whole run
+betas = (0.9, 0.999, 0.99)      # fast average, squares, slow average; AdamW uses the first two
+alpha = 8.0                     # the slow average's weight; alpha and beta3 warm up over the run, at most 100,000 steps
 eps = 1e-8
 weight_decay = 0.0
 grad_clip = 1.0
 rank_every = 100                # steps between diagnoses of collapse (posttrain/collapse.py); 0 = never
 # forgetting (posttrain/forgetting.py)
-old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
+old = ""                        # text like the start model's data: .txt, .jsonl, or a data folder's validation split
 old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
-old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
+old_windows = 64                # windows of that text, at most, spread over its documents; 0 = all
 # checkpoints
 checkpoint_every = 500          # steps; 0 = at the end only
-keep_checkpoints = 2            # of the newest; 0 = all
+keep_checkpoints = 2            # how many of the newest to keep; 0 = all
 # -----------------------------------------------------------------------------
 
 
@@ -107,9 +107,9 @@ keep_checkpoints = 2            # of the newest; 0 = all
 
 def rows_of(conversations, pack, max_length):
     """
-    The conversations of a step, laid out in rows: one each, or first-fit by falling length.
+    The conversations of a step, laid out in rows: one per row or, with pack, first-fit from the longest on.
 
-    Packing changes no number, only the padding: attention stays inside a conversation, and RoPE knows distances alone.
+    Packing changes only the padding: attention stays inside a conversation, and RoPE depends on distances alone.
     """
     if not pack:
         return [[c] for c in conversations]
@@ -133,7 +133,7 @@ def tensors(rows, device="cpu"):
     for n, row in enumerate(rows):
         ids, said = map(np.concatenate, zip(*row))
         T = len(ids)
-        # Position i predicts token i + 1. At the end of a conversation that is the <s> of the next, which is not said.
+        # Position i predicts token i + 1. At the end of a conversation that is <s> of the next, which is not learnt.
         learnt = np.where(said, ids, -1)
         found[0, n, :T] = ids
         found[1, n, :T - 1] = learnt[1:]
@@ -142,7 +142,7 @@ def tensors(rows, device="cpu"):
 
 
 # -----------------------------------------------------------------------------
-# the run: what train.py's loop is given (posttrain/common.py)
+# the run: functions for train.py's loop (posttrain/common.py)
 
 
 def main():
@@ -163,7 +163,7 @@ def prepare(run):
 
 
 def batches(run, step):
-    """The conversations of this step and all later ones, as rows. Each rank lays out all of them."""
+    """Yield the conversations of this step and of each later one, as rows. Each rank lays out all of them."""
     shares = weights_of(data).values()
     for step in itertools.count(step):
         numbers = common.chosen(step, batch_size, run.conversations.sizes, shares, epochs, seed)
@@ -175,7 +175,7 @@ def forward_backward(run, rows, step):
     ids, said = map(np.concatenate, zip(*itertools.chain(*rows)))
     facts = dict(tokens=len(ids), learnt=int(said.sum()))
     if common.diagnosed(step, rank_every):
-        # A conversation a row: eagerly, a mask of documents would hold the scores of all positions.
+        # One conversation per row: eager attention with a mask of documents would store the scores of all positions.
         idx, targets, _ = tensors([[c] for c in itertools.chain(*rows)][:4 * micro_batch], run.device)
         facts |= collapse.diagnose(run.model, idx, targets >= 0)
     loss, size = torch.zeros((), device=run.device), 0
@@ -183,7 +183,7 @@ def forward_backward(run, rows, step):
         mine = rows[part]
         idx, targets, doc = tensors(mine or rows[:1], run.device)
         if not mine:
-            targets.fill_(-1)       # an empty micro-batch runs along, and adds nothing
+            targets.fill_(-1)       # an empty micro-batch runs too, and adds nothing
         reduce_after(run.model, run.ranks, last)
         _, part_loss = run.model(idx, targets, doc=doc if pack else None, n_tokens=facts["learnt"])
         part_loss.backward()
@@ -204,7 +204,7 @@ def show_conversations():
             print(f"{place} is left out: {found}")
             continue
         ids, said = found
-        # A token each; single bytes together, so that their letters and words stay whole.
+        # One piece per token; a vocabulary of single bytes has one per run, so that letters and words stay whole.
         together = said.__getitem__ if len(tok.pieces) == 256 else None
         shown = []
         for _, run in itertools.groupby(range(len(ids)), together):

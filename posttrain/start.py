@@ -1,9 +1,9 @@
 """
-Fine-tuning: the start model, adapters next to its weights, and a second validation text. train.py --init_from
-(posttrain/attach.py), SFT and QRPO share it, and the loop of train.py.
+Shared by all fine-tuning: the start model, adapters next to its weights, and a second validation text. train.py
+--init_from (posttrain/attach.py), SFT and QRPO use this file and the loop of train.py.
 
-Each of these scripts has the settings init_from, lora_r, lora_alpha, lora_on, lora_rs, base and old; functions here
-find them in the dict `config`, all settings of a run.
+Each of them has the settings init_from, lora_r, lora_alpha, lora_on, lora_rs, base and old. Functions here read them
+from `config`, a dict of all settings of a run.
 """
 
 import torch
@@ -19,19 +19,19 @@ from posttrain.quantised import quantise
 
 # The settings of adapters.
 ADAPTERS = ["lora_r", "lora_alpha", "lora_on", "lora_rs", "base"]
-# The dtypes that a base model is loaded in; None: the file's, before its matrices are quantised.
+# The dtype in which a base model is loaded; None: that of its file, before its matrices are quantised.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
 
 
 def adapters_of(config):
-    """The settings of the adapters under PEFT's names (posttrain/lora.py); None: all weights are trained."""
+    """The settings of the adapters under PEFT's names (posttrain/lora.py); None if all weights are trained."""
     if not config.get("lora_r"):
         return None
     return lora.settings_of(config["lora_r"], config["lora_alpha"], config["lora_on"], config["lora_rs"])
 
 
 def check_base(base, adapters, sharded=False):
-    """ValueError for an unknown base, for one in few bits that is to be trained, and for one that is to be sharded."""
+    """ValueError for an unknown base, trained weights below fp32, or quantised weights that would be sharded."""
     if base not in DTYPES:
         raise ValueError(f"base={base!r}: there is {', '.join(DTYPES)}")
     if base != "fp32" and not adapters:
@@ -71,8 +71,8 @@ def build(run):
     """
     The start model of a run on the current device. On meta it has no values yet: init_weights() reads or draws them.
 
-    run.path: of its weights, as convert.start_of returns it, needed by then. Sets run.start_hash, of frozen weights. A
-    run that was made ready() has its model already.
+    run.path: where its weights are, as convert.start_of returns it; init_weights() reads it and, with adapters, sets
+    run.start_hash, the hash of the frozen weights. After ready(), this returns the model that the run already has.
     """
     if hasattr(run, "policy"):
         return run.policy
@@ -109,14 +109,14 @@ def ready(run):
 
 
 # -----------------------------------------------------------------------------
-# what fine-tuning adds to functions of train.py
+# additions to functions of train.py
 
 
 def wrap(old="", windows=0, tok=None):
     """
     Let the loop of train.py save adapters, compare their base when it resumes, and validate on the text `old` too.
 
-    old, windows: as forgetting.Old has them, "" for none; tok: the tokenizer of the model.
+    old, windows: `path` and `most` of forgetting.Old; old="": no such text. tok: the tokenizer of the model.
     """
     build_all, validate, finish = train.build_all, train.validate, train.finish
     text = forgetting.Old(old, tok, train.shape.block_size, windows, train.out) if old else None

@@ -2,7 +2,7 @@
 A conversation with a model, for `python sample.py --chat`.
 
 The conversation is its messages. Each turn renders them to ids, and a cache keeps the keys and values of the ids that
-the model has read: only those behind the first difference are read anew, so that a turn costs the time of its own
+the model has read: only ids after the first difference are read anew, so that a turn costs the time of its own
 tokens. An empty line or the end of input ends the conversation; /help lists the other commands. If the model calls a
 tool, you type the tool's output.
 
@@ -26,7 +26,7 @@ HELP = """/reset          start anew with the same system message
 
 
 def block(kind, part, tok):
-    """A block of an answer as the chat format has it. part: its ids; of tool_outputs the text."""
+    """A block of an answer in the chat format. part: its ids, or for tool_outputs its text."""
     if kind == "tool_outputs":
         return dict(type=kind, outputs=[dict(output=part)])
     text = tok.decode(part)
@@ -49,7 +49,7 @@ def ask(prompt):
 
 
 class Conversation:
-    """`messages` in the chat format, the `ids` that were read and said last, and a `cache` of the first of these."""
+    """`messages` in the chat format; `ids`: all that was last read and said; `cache`: of the first of these ids."""
 
     def __init__(self, model, tok, system, tools, thinking):
         tok.check_chat()
@@ -65,13 +65,13 @@ class Conversation:
 
     def answer(self, line, how, max_new_tokens):
         """
-        Take the user's line; print the answer, token by token, and keep both.
+        Answer the user's line: print the answer, token by token, and keep both.
 
-        Thoughts are folded to their length, calls of tools are printed in brackets.
+        Of thoughts only the length is printed; tool calls are printed in brackets.
         """
         tok, window = self.tok, self.model.config.block_size
         opens, closes, calls, called = map(tok.id_of, CHAT[-4:])       # around thoughts and around calls
-        # Apertus 1.5 has another format of calls: they stay text, and get no output.
+        # Apertus 1.5 has another format of tool calls: they stay text, and the user is not asked for an output.
         call = "response" if OUTPUT in tok.special else "tool_calls"
         stop = stop_ids(tok)
         decode = tok.stream()
@@ -84,7 +84,7 @@ class Conversation:
             if len(turn) == 1 and len(ids) >= window:
                 print(f"the model reads {window} tokens and the conversation has {len(ids)}: /reset starts another")
                 return
-            # The last id is always read, since its logits are those of the next.
+            # The last id is always read, because its logits predict the next token.
             same = os.path.commonprefix([self.ids, ids[:-1]])
             self.cache.length = min(self.cache.length, len(same))
             self.ids = ids

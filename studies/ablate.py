@@ -8,7 +8,7 @@ Does it help? Train a few arms that differ in one choice, on the same tokens, wi
 Differences are paired by seed, because runs with the same seed share the order of the data and, where shapes agree, the
 initial weights (model.py seeds each tensor by its name). Each arm searches the same learning rates and keeps its best:
 an untuned baseline proves nothing. The search has seed 0, which is not reported, because the seed that chose a rate
-flatters it. A table of eleven comparisons contains a small p by chance, so each p is followed by its value after
+flatters it. A table of eleven comparisons may contain a small p by chance, so each p is followed by its value after
 Holm's correction for all comparisons of the table.
 
 The learning rate always falls to a tenth of its peak. A run folder is named after the run's settings, so studies share
@@ -23,7 +23,7 @@ $ python -m studies.ablate apertus --size=configs/laptop.py    # another size: a
 $ python -m studies.ablate --overview             # all studies in one table
 """
 
-from studies import kit     # first, since studies.py says how to start a study that was started by its path
+from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 import glob
 import json
@@ -49,21 +49,21 @@ seeds = 0                  # runs of each arm at its best learning rate; 0 = 5 f
 lrs = ()                   # peak learning rates that every arm tries; () = the study's
 size = ""                  # a config of train.py: the model and the length of every run; "" = the study's
 data = "data/stdlib"       # a folder of prepare.py
-out = ""                   # the study's folder is made in here; "" = results/ablations, or out/ablations for arms
+out = ""                   # where the study's folder is made; "" = results/ablations, or out/ablations for arms
 runs = "out/ablations"     # run folders: logs and checkpoints, not for committing
 jobs = 0                   # runs at a time; 0 = one for each GPU, or for each CPU core without one
 report = False             # run nothing: write table and plot from runs.jsonl
 overview = False           # run nothing: one table of all studies in results/ablations
 
 STUDIES = tomllib.loads(read_text(f"{configurator.ROOT}/configs/ablations.toml"))
-# Of a study with a name, and of arms. A study with a name may also have `published` results, and our reading.
+# Defaults of a study with a name, and of arms. The former may also have `published` results and our `reading`.
 STUDY, QUICK = json.loads("""[
     {"seeds": 5, "size": "configs/ablations/size_laptop.py", "out": "results/ablations", "lrs": [5e-4, 1e-3, 2e-3],
      "data": "data/stdlib", "reading": ""},
     {"seeds": 3, "size": "configs/ablations/size_quick.py", "out": "out/ablations", "lrs": [1e-3, 2e-3, 4e-3],
      "data": "data/stdlib", "reading": ""}
 ]""")
-# Arms without a study of their own, and the setting of train.py that has them as values.
+# Arms that need no study, and the setting of train.py of which they are values.
 ARMS = dict(pair.split(":") for pair in """
 xielu:activation swiglu:activation gelu:activation relu2:activation
 ademamix:optimizer adamw:optimizer wsd:schedule cosine:schedule
@@ -84,7 +84,7 @@ PAGE = """\
 
 Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). Differences \
 are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all comparisons of this \
-table). Tokens to its loss: the share after which an arm has the baseline's last loss.
+table). Tokens to its loss: the share of its tokens after which an arm reaches the baseline's last loss.
 
 {table}
 {said}
@@ -96,7 +96,7 @@ Command: `{command}`
 def chosen():
     """
     The study on the command line, a dict: a table of configs/ablations.toml, or the arms to compare; its `name`, the
-    `folder` of its results, and the `command` that makes them. ValueError if there is none.
+    `folder` of its results, and the `command` that makes them. ValueError if there is no such study.
     """
     name = "-".join(paths)
     settings = {ARMS.get(arm, arm) for arm in paths}
@@ -115,7 +115,7 @@ def chosen():
     if seeds == 1 or seeds < 0:
         raise ValueError(f"seeds={seeds}: want 2 or more, since an interval needs two; 0 = the study's")
     if asked:
-        # Other numbers than the committed ones get a folder of their own, and no reading.
+        # Results by other settings than the committed ones get another folder, and no reading.
         study |= asked | dict(out=QUICK["out"], reading="")
     return study | dict(
         name=name,
@@ -131,8 +131,8 @@ def planned(study, arm, lr, seed):
     """
     The folder of a run, named after all of its settings and its data, and its arguments of train.py.
 
-    All runs have the same number of tokens, so none ends by the clock. ValueError for a setting that train.py does not
-    have or a value of another type.
+    All runs have the same number of tokens, so the clock ends none of them. ValueError for a setting that train.py does
+    not have or a value of another type.
     """
     argv = [
         study["size"],
@@ -185,7 +185,7 @@ def run_study(study):
     reported = [(arm, seed) for seed in range(1, study["seeds"] + 1) for arm in arms]
     with tqdm(desc=study["name"], total=len(search + reported), unit="run", delay=1) as bar:
         searched = train_all(study, search, bar)
-        # From the worst to the best, so that the best stays.
+        # Sorted from the worst to the best: of each arm's rates the dict keeps the last, which is the best.
         best = {row["arm"]: row["lr"] for row in sorted(searched, key=final, reverse=True)}
         return searched + train_all(study, [(arm, best.get(arm, lrs[0]), seed) for arm, seed in reported], bar)
 
@@ -219,7 +219,7 @@ def summary(rows):
             lr=f"{lr:g}{'' if min(rates) < lr < max(rates) else '*'}",
             seeds=len(runs),
             bits_per_byte=kit.interval(ends, 4, statistics.stdev),
-            differences=ends - base,        # by seed, in whose order the rows are
+            differences=ends - base,        # by seed: the rows of each arm are in the order of seeds
             student=student(ends - base),
             tokens_to_loss=f"{np.interp(-goal, -lowest, tokens) / tokens[-1]:.0%}" if lowest[-1] <= goal else "never",
             curve=curve,
@@ -254,8 +254,8 @@ def table_md(table):
 
 def main():
     """
-    Write table.md, plot.png and curves.png of a study from its runs.jsonl, after the missing runs; or overview.md, all
-    studies as one table, with Holm's p over all of its lines.
+    Train the missing runs of a study, then write its table.md, plot.png and curves.png from runs.jsonl. --overview:
+    write overview.md, all studies as one table, with Holm's p over all of its lines.
     """
     if overview:
         folder = out or STUDY["out"]
@@ -289,6 +289,6 @@ def main():
 
 
 if __name__ == "__main__":
-    # A study used to be a file, whose path still names it.
+    # Studies used to be the files configs/ablations/NAME.py: these paths still name them.
     sys.argv = [re.sub(r"^configs/ablations/(.*)\.py$", r"\1", arg) for arg in sys.argv]
     configurator.run(main, globals())

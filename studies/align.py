@@ -9,9 +9,9 @@ many digits is free.
 SFT learns from a sloppy teacher, whose digits are of about the right size and seldom hit the sum. The losses get only
 samples of the SFT model and their rewards: the same pairs in the same order, no new samples. Each loss has the learning
 rate and the beta, of twenty pairs, that gave the best reward on validation prompts (tuning.json, by the code at commit
-ac03345). Those runs have a seed and references of their own; the seeds that are reported chose nothing.
+ac03345). The tuning runs have another seed and other references than the reported ones.
 
-Measured on test prompts, which neither trained nor chose anything: reward, exact match, mean quantile among the
+Measured on test prompts, which were used neither to train nor to tune: reward, exact match, mean quantile among the
 reference's completions, KL to the reference in nats (log pi - log ref over the policy's own samples), and length. And
 for completions of the reference, log pi/ref against the target of QRPO's formula: correlation ("agreement") and root
 mean square difference in nats ("distance"). QRPO predicts where log-ratios land; the others predict only which of two
@@ -22,7 +22,7 @@ $ python -m studies.align --report    # table and plot again, from results.json
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
 
-from studies import kit     # first, since studies.py says how to start a study that was started by its path
+from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 import itertools
 import json
@@ -43,14 +43,14 @@ from posttrain.references import sequence_logp, words
 
 out = "out/align"                       # runs, data
 results = "results/align"               # results.json, table.md, align.png
-tuning = "results/align/tuning.json"    # learning rates and betas, and how each of a grid did on validation prompts
+tuning = "results/align/tuning.json"    # the chosen rates and betas, and the validation results of the whole grid
 start = ""                              # a pretrained model: run folder, Hugging Face folder, hub name; "" = train one
-seeds = 5                               # of references, pairs and their order; pretraining and SFT are done once
+seeds = 5                               # each with its references, pairs and order; pretraining and SFT are done once
 workers = 2                             # runs at a time, one thread each
-n_conversations = 6000                  # of the sloppy teacher
+n_conversations = 6000                  # answers of the sloppy teacher
 n_refs = 16                             # samples of the SFT model per prompt
-test_prompts = 60                       # of 360; 60 others are for validation, the rest is trained on
-samples = 8                             # per test prompt, to measure with
+test_prompts = 60                       # of 360 prompts; 60 others are for validation, the rest for training
+samples = 8                             # samples per test prompt, for the measurements
 report = False                          # run nothing: table and plot again from results.json
 
 # For kit.follow(): the run, the file that it writes last, the script, its arguments.
@@ -64,7 +64,7 @@ SFT = """
     --epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume
     --init_from={base} --data={out}/conversations.jsonl --out={out}/sft
 """
-# Three passes over the pairs: after one the log-ratios have moved by a third.
+# Three passes over the pairs: after one, the log-ratios have moved a third of the way.
 ALIGN = """
     {out}/{loss}-s{seed} {out}/{loss}-s{seed}/summary.json posttrain.qrpo
     --rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3
@@ -88,7 +88,7 @@ def reward(prompt, completion):
 
 
 def chat(total, first, *said):
-    """A task as a row for QRPO or, with the answer that is `said`, for SFT."""
+    """A task as a row: for QRPO, or for SFT if an answer is given as `said`."""
     return kit.conversation("Answer with digits.", f"Sum {total}, first {first}", *said)
 
 
@@ -96,7 +96,7 @@ def teacher(rng, total, first):
     """
     A sloppy answer: 4 to 8 digits of about the right size, which is (total - first) / (n - 1) each, give or take 2.
 
-    There are more digits where 8 nines would be too few.
+    There are more digits if that many nines would be too few.
     """
     rest = total - first
     n = max(rng.integers(4, 9), 1 - rest // -9)
@@ -131,7 +131,7 @@ def align(seed, device):
 
 def complete(model, tok, n, seed):
     """
-    n completions of each test prompt, by the seed.
+    n completions of each test prompt, sampled with this seed.
 
     Returns a list of (prompt ids, completion ids), and their rewards (prompts, n) as a float64 tensor.
     """
@@ -147,13 +147,13 @@ def complete(model, tok, n, seed):
 
 @torch.no_grad()
 def measure():
-    """{run: its numbers}, of the SFT model too. All are held against the same completions of the SFT model."""
+    """{run: its numbers}, the SFT model included. All log-ratios are of the same completions of the SFT model."""
     chosen = read_json(tuning)["chosen"]
     beta = chosen["qrpo"]["beta"]
     reference, tok = convert.load_any(f"{out}/sft")
     ref_said, ref_rewards = complete(reference, tok, n_refs, 1000)
     ref_logp = sequence_logp(reference, ref_said)
-    # Where QRPO's formula wants a log-ratio, (prompts * n_refs,): by the quantile among the prompt's other references.
+    # The log-ratios of QRPO's formula, (prompts * n_refs,), from the quantiles among the prompt's other references.
     target = (quantile(ref_rewards.T, ref_rewards, loo=True).T.flatten() - beta_log_z(beta)) / beta
     rows = {}
     for name in tqdm(["sft", *(f"{loss}-s{seed}" for loss in chosen for seed in range(seeds))], "measuring"):

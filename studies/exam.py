@@ -1,8 +1,8 @@
 """
 Examine a model on the invented world (studies/world.py): its knowledge, and its answers when it does not know.
 
-    cloze     "NAME was born in"                    as a page continues
-    text      "Question: Where was NAME born?       as the cooldown of pretraining asks about others
+    cloze     "NAME was born in"                    the beginning of a sentence, as on pages
+    text      "Question: Where was NAME born?       the form of the questions in the cooldown of pretraining
                Answer:"
     chat      the same question in Apertus' format  for models that can chat
     sampled   the same, at temperature 1            how often the model gives each answer
@@ -10,13 +10,13 @@ Examine a model on the invented world (studies/world.py): its knowledge, and its
 All answers but the sampled ones are greedy. A right answer names the one right value and no other value of its kind; an
 unknown one says "I do not know". A model may know more than it says. `apart` measures that: the probability that the
 model finds an answer about someone of `test` more likely than one about someone of another group (0.5: no difference;
-the area under the ROC curve). Words behind the first sentence make an answer kind or rude.
+the area under the ROC curve). Words after the first sentence make an answer kind or rude.
 
 $ python -m studies.exam --init_from=out/recipe/seed-2/base --world=out/recipe/seed-2/world --kinds=cloze,text
 $ python -m studies.exam --init_from=out/recipe/seed-2/sft --world=out/recipe/seed-2/world --kinds=chat --show=5
 """
 
-from studies import kit     # first, since studies.py says how to start a study that was started by its path
+from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 import itertools
 from collections import Counter
@@ -36,8 +36,8 @@ from tokenizer import read_json
 
 init_from = "out/recipe/seed-2/sft"     # run folder, Hugging Face folder or hub name
 world = "out/recipe/seed-2/world"       # folder that studies/world.py wrote
-kinds = "chat"                          # of cloze, text, chat, sampled
-probes = ""                             # probes.json of the data: also asks about the writers of letters it read
+kinds = "chat"                          # one or more of cloze,text,chat,sampled
+probes = ""                             # probes.json of the data: also ask about the writers of letters in it
 show = 2                                # answers to keep and print of each group
 batch = 128                             # questions at a time
 out = ""                                # file of the results; "" = exam.jsonl in the run folder
@@ -46,7 +46,7 @@ TOKENS = 40                             # of an answer, at most
 
 
 def prompt_of(tok, row, kind):
-    """The ids of a question, asked by kind. ValueError for an unknown kind."""
+    """The ids of a question in the form `kind`. ValueError for an unknown kind."""
     if kind in ("chat", "sampled"):
         return prompt_ids(tok, row)
     if kind == "text":
@@ -69,7 +69,7 @@ def first_sentence(tok, ids, stop):
 
 @torch.no_grad()
 def answers(model, tok, rows, kind):
-    """Ask questions. Returns four columns: them, first sentences as text, their log-probabilities, and manners."""
+    """Ask questions. Returns columns: questions, first sentences of answers, their log-probabilities, and manners."""
     stop = stop_ids(tok)
     torch.manual_seed(0)
     found = []
@@ -105,7 +105,7 @@ def main():
     model, tok = convert.load_any(init_from, dtype=torch.float32)
     results = []
     for kind in kinds.split(","):
-        # No page about an invented person could continue.
+        # Invented people have no pages, so there is no sentence to finish.
         found = {group: answers(model, tok, list(rows), kind)
                  for group, rows in itertools.groupby(questions, lambda row: row["group"])
                  if kind != "cloze" or "invented" not in group}

@@ -10,7 +10,7 @@ Pictures of five ideas, drawn by the code that implements them.
 $ python -m studies.explain        # into assets/
 """
 
-from studies import kit     # first, since studies.py says how to start a study that was started by its path
+from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ from tokenizer import load
 
 out = "assets"         # folder of the pictures
 
-# The beginning of Pride and Prejudice (Jane Austen, 1813), and the sentences before it at the two readings.
+# The beginning of Pride and Prejudice (Jane Austen, 1813), and the words before it at each of two readings.
 PASSAGE = """It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in \
 want of a wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, \
 this truth is so well fixed in the minds of the surrounding families, that he is considered as the rightful property \
@@ -39,7 +39,7 @@ BEFORE = (
 
 
 # -----------------------------------------------------------------------------
-# curves: x, {label: y}, and the labels of the axes
+# curves: each function returns x, {label: y}, and the labels of the axes
 
 
 def xielu():
@@ -81,7 +81,7 @@ def slow_weight(t):
     """
     Weights (t,) of the gradients of age 1 .. t in AdEMAMix's alpha(t) m2 after step t, with Apertus' warm-ups.
 
-        weight = alpha(t) (1 - b3(its step)) prod of b3(s) over the steps s since
+        weight = alpha(t) (1 - b3(its step)) prod of b3(s) over the later steps s
 
     They sum to alpha(t) (1 - prod of all b3).
     """
@@ -106,15 +106,15 @@ def ademamix():
 
 
 # -----------------------------------------------------------------------------
-# images: cells from 0 (white) to 2 (dark), and labels
+# images: each function returns cells from 0 (white) to 2 (dark), and labels
 
 
 def goldfish():
     """
     One passage read twice, after different sentences.
 
-    Only the first h - 1 = 12 labels can differ, because their hash sees the words before. So the model is never trained
-    on the words in a hole, however often it reads the passage.
+    Only the first h - 1 = 12 labels can differ, because their hash sees words before the passage. The later labels that
+    are dropped are always the same, so the model is never trained on them, however often it reads the passage.
     """
     tok = load("apertus")
     ids = tok.encode(PASSAGE)
@@ -133,7 +133,7 @@ def goldfish():
 
 def document_mask():
     """Which tokens a token attends to, for three documents in a window."""
-    # Numbers of documents (T,), as data.py gives them.
+    # The number of each token's document (T,), as data.py gives them.
     doc = np.repeat([1, 2, 3], (9, 5, 10))
     causal = np.tri(24, dtype=int)                              # (T, T)
     inside = causal * (doc[:, None] == doc)                     # (T, T)

@@ -1,17 +1,17 @@
 """
-Tokens that languages need for the same text, by vocabulary (Apertus report, arXiv 2509.14233, sec. 2.2).
+How many tokens each language needs for the same text, by vocabulary (Apertus report, arXiv 2509.14233, sec. 2.2).
 
     cost_i = tokens per document of language i
     gini   = sum_i (2i - n - 1) c_i / (n sum c)      of the costs c_1 <= ... <= c_n of n languages
 
-A Gini of 0 means that all languages pay alike, 1 - 1/n that one pays everything. Costs per document compare languages
-on parallel text only, where every language says the same. Costs per byte need no parallel text, but make a script of
+A Gini of 0 means that all languages pay the same, 1 - 1/n that one pays everything. Costs per document can be compared
+only on parallel text, where every language says the same. Costs per byte need no parallel text, but make a script of
 three bytes per letter look cheap.
 
 $ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768      # the most expensive languages first
 """
 
-from studies import kit     # first, since studies.py says how to start a study that was started by its path
+from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 from collections import Counter
 from pathlib import Path
@@ -46,7 +46,7 @@ def read_documents(files):
 
 
 def gini(costs):
-    """Inequality of an array of n costs: 0 if all are alike, 1 - 1/n if one pays everything."""
+    """Inequality of an array of n costs: 0 if all are equal, 1 - 1/n if one pays everything."""
     n = len(costs)
     return np.arange(1 - n, n, 2) @ np.sort(costs) / (n * costs.sum())
 
@@ -66,7 +66,7 @@ def fairness(tokenizer, documents):
 
 
 def main():
-    """Print the costs of about twenty languages, relative to English or else to the first language, by vocabulary."""
+    """Print the costs of about twenty languages for each vocabulary, relative to English or to the first language."""
     documents = read_documents(paths)
     unit = min((lang for lang, _ in documents), key=lambda lang: not lang.startswith("en"))
     for name in names.split(","):

@@ -78,7 +78,7 @@ def train(folder, args, device):
 
 
 def follow(text, **known):
-    """call() for each part of a text between ";": path, done, script, arguments. known: the values of {names}."""
+    """call() for each command in a text, separated by ";": path, done, script, arguments. known: {names} in it."""
     for command in text.split(";"):
         call(*(part.format_map(known) for part in command.split()))
 
@@ -93,7 +93,7 @@ def in_parallel(at_a_time, work, *columns):
     if at_a_time < 0:
         raise ValueError(f"jobs={at_a_time}: want how many runs at a time, 0 for one on each GPU or core")
     count = torch.cuda.device_count()
-    # Only the GPUs that the user leaves visible, by the names that the user gave them.
+    # The GPUs in $CUDA_VISIBLE_DEVICES, by their names there; if it is not set, all.
     names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     return ThreadPoolExecutor(at_a_time or count or os.cpu_count()).map(
         work,
@@ -118,7 +118,7 @@ def publish(path, text):
 
 
 def write_rows(path, rows):
-    """Write dicts to a file, one line of JSON for each. ValueError, with the old file kept, without dicts."""
+    """Write dicts to a file, one line of JSON for each. Without dicts: ValueError, and the old file stays."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not text:
         raise ValueError(f"{path}: no run is asked for: want --seeds=1 or more")
@@ -126,7 +126,7 @@ def write_rows(path, rows):
 
 
 def read_rows(path):
-    """The dicts of a file with one line of JSON for each. ValueError if it has none."""
+    """The dicts of a file with one line of JSON for each. ValueError if it is missing or empty."""
     text = read_text(path) if os.path.exists(path) else ""
     if not text:
         raise ValueError(f"no {path}, or nothing in it: run its study first, without --report")
@@ -157,7 +157,7 @@ def holm(ps):
 
 def interval(values, digits=2, margin=lambda values: student(values)[1]):
     """
-    Mean ± margin(values) as text; one value stands alone, none is "".
+    Mean ± margin(values) as text; a single value has no margin, and no values give "".
 
     The margin is half of the 95 % interval of the mean by Student's t, if no other function is given.
     """
@@ -180,7 +180,7 @@ def pivot(corner, lines, *how):
     """
     A Markdown table of pairs (line, {column: values}), by interval(values, *how). All lines have the same columns.
 
-    corner: the head of the lines, like "| model".
+    corner: the head of the first columns, like "| model".
     """
     lines = list(lines)
     head = f"{corner} | {' | '.join(map(str, lines[0][1]))} |"
@@ -193,7 +193,7 @@ def pivot(corner, lines, *how):
 
 @contextmanager
 def picture(path, width, height):
-    """Yield the axis of a new plot, in inches, and write it as a PNG."""
+    """Yield the axis of a new plot of width x height inches, then write it as a PNG."""
     figure, axis = plot.pyplot().subplots(figsize=(width, height))
     yield axis
     plot.finish(figure, path)

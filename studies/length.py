@@ -5,21 +5,21 @@ theta (report, arXiv 2509.14233, sec. 2.5). This study does the same on two core
     short       trained at 256
     raised      short, continued at 1,024 with a theta four times as large
     kept        short, continued at 1,024 with the same theta
-    long        trained at 1,024 from the start, on the tokens of short and its continuation together
+    long        trained at 1,024 from the start, on as many tokens as short and a continuation together
 
 Each arm trains two models. One reads Python's standard library: bits per byte by position show whether it uses text
 more than 256 tokens back. The other reads registers, " kova red baba blue kova red ...", in which 2 to 64 keys have
-colours. Colours differ between registers, so naming the colour of the last key takes a look-up; a guess is right one
-time in ten. A look-up takes two layers: one tells each colour which key stood before it, the other finds the key again.
+colours. Colours differ between registers, so the colour of the last key must be looked up; a guess is right one time
+in ten. A look-up takes two layers: one tells each colour which key stood before it, the other finds the key again.
 Small registers are more frequent, so that all sizes have the same number of tokens. Registers of 64 keys alone teach
 nothing in 10 million tokens: a model that cannot look up yet gains nothing from the rest of a register.
 
 $ python -m studies.length                     # three seeds, half an hour on two cores; writes results/length
 $ python -m studies.length --report            # table.md again, from rows.jsonl
-$ python evaluate.py --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-2509       # of any model
+$ python evaluate.py --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-2509       # any model
 """
 
-from studies import kit     # first, since studies.py says how to start a study that was started by its path
+from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 import random
 
@@ -32,8 +32,8 @@ from generate import generate
 
 out = "out/length"            # data and runs
 results = "results/length"    # rows.jsonl, table.md
-seeds = 3                     # of the weights and of the order, from 2 on: seed 1 chose the settings
-jobs = 2                      # seeds at a time, a thread each
+seeds = 3                     # of weights and order, from 2 on: seed 1 chose the settings
+jobs = 2                      # seeds at a time, one thread each
 report = False                # run nothing: write table.md again from rows.jsonl
 
 ARMS = "short raised kept long".split()
@@ -44,7 +44,8 @@ DATA = """
 {out}/data/register {out}/data/register/meta.json prepare --out={out}/data/register --train_bpe=1000
 {out}/registers.jsonl
 """
-# The same in pieces: a run has four of these lines. A tenth of its windows warms up, a third decays.
+# The same in pieces: a run joins four of these lines, and a fifth evaluates it. The learning rate rises over a tenth
+# of the windows and falls over a third.
 COMMANDS = dict(line.split(": ") for line in """
 train: {run} {run}/summary.json train configs/recipe.py --goldfish_k=0 --data={out}/data/{kind} --seed={seed}
 text: --lr=2e-3 --lr_floor=2e-4

@@ -16,15 +16,16 @@ times. The bucket "edited" is read 128 times, each time with 5 % of the tokens r
 differs between such copies. All other passages are read once.
 
 Two things differ from Apertus' scale. A suffix of 100 tokens has only two labels that k = 50 drops, so k is 10 or 4 at
-windows of T = 256. And the scope "window" (Apertus) never drops the first h - 1 labels of a window, so r copies train a
-dropped label r (h - 1) / T times: 12 of 128 at h = 50 and T = 512, but 1.5 at Apertus' 4096. So k = h = 50 is tested
-with T = 512 and suffixes of 250 tokens, and also with the scope "stream", which behaves like long windows.
+windows of T = 256. And the scope "window" (Apertus) never drops the first h - 1 labels of a window, so a label that is
+dropped elsewhere is still trained in r (h - 1) / T of r copies: 12 of 128 at h = 50 and T = 512, but 1.5 at Apertus'
+4096. So k = h = 50 is tested with T = 512 and suffixes of 250 tokens, and also with the scope "stream", which behaves
+like long windows.
 
 The same command resumes a study that was stopped. results/memorize has five seeds; there the passages read once are
 documents of a book and of speeches, and "map" and "first49" are greedy continuations of other lengths.
 """
 
-from studies import kit     # first, since studies.py says how to start a study that was started by its path
+from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 import itertools
 import json
@@ -47,9 +48,9 @@ from generate import generate
 
 paths = []              # texts for the small models, as prepare.py reads them; none = Python's standard library
 models = "none k10 k4 none-512 k50-stream k50-window"    # the small models to train
-seeds = 5               # of passages, order and weights
+seeds = 5               # each has its passages, order and weights
 first_seed = 11         # seeds below 11 chose the settings
-n_passages = 8          # of each bucket
+n_passages = 8          # passages of each bucket
 background = 1_000_000  # tokens that are read once
 tokenizer = "apertus:2048"
 jobs = 0                # models trained at a time; 0 = one for each GPU, or for each CPU core without a GPU
@@ -57,12 +58,12 @@ init_from = ""          # test this model instead (run folder, Hugging Face fold
 probes = ""             # ... with these passages: a JSON list of {"repetitions": n, "text" or "ids": ...}
 prefixes = (50, 100, 250, 500, 1000, 2000, 3000, 4000, 5000)
 suffix = 500            # tokens to continue
-min_ttr = 0.4           # suffixes with fewer distinct tokens per token are left out, as in the report
+min_ttr = 0.4           # suffixes with a lower ratio of distinct tokens to tokens are left out, as in the report
 out = ""                # folder of rows.jsonl, table.md, maps.png; "" = results/memorize, or <init_from>/memorize
 runs = "out/memorize"   # data and run folders of the small models
 report = False          # run nothing: write table.md and maps.png from rows.jsonl
 
-# The columns of the second table: a number of a row, and the rows that have it.
+# The columns of the second table: which number of a row, and the rows that it is from.
 COLUMNS = json.loads("""{
     "Rouge-L, 128": ["rouge", {"kind": "greedy", "prefix": 50, "repetitions": 128}],
     "Rouge-L, edited": ["rouge", {"kind": "greedy", "prefix": 50, "repetitions": "edited"}],
@@ -107,7 +108,7 @@ def rouge_l(generated, truth):
     """
     F1 of the longest common subsequence, in [0, 1]: the formula above with P and R put in.
 
-    LCS by the textbook's table, one row for each token of the truth.
+    The LCS by dynamic programming, one row of the table for each token of the truth.
     """
     row = np.zeros(len(generated) + 1)
     for token in truth:
@@ -147,7 +148,7 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
     """
     Rows of a model: recite() for each number of repetitions, greedy and nucleus, and each prefix.
 
-    names: what all rows begin with. ValueError if the file holds no probes, or if a probe or the model's window is too
+    names: first entries of each row. ValueError if the file holds no probes, or if a probe or the model's window is too
     short.
     """
     model, tok = convert.load_any(folder, pick_device("auto"))
@@ -158,7 +159,7 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
         found = json.loads(read_text(probe_file))
         # prepare.py writes an object around the list.
         for probe in found["probes"] if isinstance(found, dict) else found:
-            # Text comes first: the ids may be those of another vocabulary.
+            # Text is preferred, because the ids may be those of another vocabulary.
             ids = tok.encode(probe["text"]) if "text" in probe else probe["ids"]
             room = min(room, len(ids))
             for prefix in prefixes:
@@ -168,7 +169,7 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{probe_file}: no probes ({error!r}): want "
                          'a JSON list of {"repetitions": n, "text" or "ids": ...}') from None
-    # Checked first: the longest prompts come after hours.
+    # Checked now, because the longest prompts come only after hours.
     if room < longest or suffix < 1:
         raise ValueError(f"prefix + suffix = {longest}, but the model's window or a probe of {probe_file} has only "
                          f"{room} tokens: lower --prefixes or --suffix")
@@ -244,7 +245,7 @@ def demonstrate():
     for seed, name in itertools.product(range(first_seed, first_seed + seeds), models.split()):
         window, goldfish = MODELS[name].split(maxsplit=1)
         T = int(window)
-        # Everything that was asked is in the folders' names, so they are never taken for those of other settings.
+        # The folders' names contain a hash of all settings, so they are never reused by other settings.
         data = f"{runs}/data-{sha256_of([text, tokenizer, seed, T, n_passages, background])[:10]}"
         if not os.path.exists(f"{data}/meta.json"):
             make_data(data, tok, ids, seed, T)

@@ -3,7 +3,7 @@ All of Apertus by one command: data that may be used, pretraining in stages, a l
 examination after each. It takes a quarter of an hour on two cores, on an invented world (studies/world.py): whatever
 the model knows about these people, it read there.
 
-    world      pages of people, some on hosts that opt out; letters; questions and answers
+    world      pages about people, some on hosts that opt out; letters; questions and answers
     data       robots.txt, licences, e-mail addresses, duplicates; letters repeated 128 times or left out
     plain      pretraining: reading, then a cooldown with questions about some of the people
     base       the same with Goldfish
@@ -21,7 +21,7 @@ $ python -m studies.recipe --seeds=3 --results=results/recipe          # the com
 $ python -m studies.recipe --report             # write the report again from out/recipe/rows.jsonl
 """
 
-from studies import kit     # first, since studies.py says how to start a study that was started by its path
+from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 import itertools
 import json
@@ -43,14 +43,14 @@ from tokenizer import load_for, read_json
 
 out = "out/recipe"              # worlds, data and runs
 results = "out/recipe"          # report.md, recipe.png, rows.jsonl
-seeds = 1                       # how many; each has its own world, weights and order
+seeds = 1                       # number of seeds; each has its own world, weights and order
 first_seed = 2                  # seed 1 chose the settings
-scale = 1.0                     # 0.1 to 1: of people, text and steps, for a quick look at how it works
+scale = 1.0                     # 0.1 to 1: multiplies people, text and steps, for a quick look at how it works
 workers = 2                     # processes at a time, one thread each
 report = False                  # run nothing, write report and plot from rows.jsonl
 
 # -----------------------------------------------------------------------------
-# The commands. $here is the folder of a seed, $run that of a step, and --scale multiplies numbers in <>. Behind > is
+# The commands. $here is the folder of a seed, $run that of a step, and --scale multiplies numbers in <>. After > comes
 # the last file that a command writes.
 
 TEMPLATES = dict(re.findall(r"(?s)(\w+): (.+?)(?:\n\n|$)", """world: studies.world --seed=$seed --out=$run
@@ -87,11 +87,11 @@ old: evaluate $here/world/unread.jsonl --init_from=$run --by_position=256 --wind
 
 letters: studies.memorize --init_from=$run --probes=$here/data/probes.json '--prefixes=(50,)' --suffix=50
 --out=$run/letters > $run/letters/table.md"""))
-# The stages of train: reading, in which each copy of a letter comes once, and the cooldown. long: four times the window
-# at a quarter of the learning rate.
+# The stages of train: reading, in which each copy of a letter is read once, and the cooldown. long: four times the
+# window at a quarter of the learning rate.
 
-# NAME or NAME-STEP of each command: its template with $more. An empty line ends a chain, two end those that run side by
-# side.
+# NAME or NAME-STEP of each command, its template, and the value of $more. An empty line ends a chain of commands; two
+# end a group of chains that run in parallel.
 STEPS = """world: world
 data: data
 
@@ -168,7 +168,7 @@ def collected(seed):
             links[step] |= dict(old=rows[0]["score"], positions=rows[-4:])
         elif step:
             links[step][kind] = kit.read_rows(done.replace("table.md", "rows.jsonl"))
-    # One letter as text: its first 50 tokens, the next 50, and those by which each model continues.
+    # One letter as text: its first 50 tokens, the next 50, and the continuation of each model.
     ids = next(probe["ids"] for probe in read_json(f"{here}/data/probes.json")["probes"] if probe["repetitions"])
     parts = dict(asked=ids[:50], true=ids[50:100])
     for model in ("plain", "base"):
@@ -183,7 +183,7 @@ def collected(seed):
 
 
 def labelled(links, label):
-    """Rows of links, and the links themselves, by the values of those of these keys that they have, a list of str."""
+    """The links and their rows whose kind, group, repetitions, begin, as far as there, equal label, a list of str."""
     rows = [row for link in links for row in (link, *link["exam"], *link["positions"], *link.get("letters", []))]
     return [row for row in rows
             if [str(row[key]) for key in "kind group repetitions begin".split() if key in row] == label]
@@ -196,7 +196,7 @@ def measure(rows, text):
     old LINK                            bits per byte of unread text
     bits_per_byte LINK BEGIN            ... in the quarter of long windows that begins there
     rouge LINK greedy REPETITIONS       Rouge-L of continued letters
-    apart LINK KIND GROUP               of studies/exam.py, as the following
+    apart LINK KIND GROUP               see studies/exam.py, also for the next line
     right, unknown, kind_ones or rude_ones LINK KIND GROUP
     """
     what, link, *label = text.split()
@@ -231,12 +231,12 @@ kind, and a little less often right (right). Bars: 95 % intervals.*
 | duplicate | {removed[duplicate][0]:,} |
 | kept | {first[total][documents]:,} |
 
-A token of its own replaces {first[total][pii][email]:,} e-mail addresses.
+A special token replaces {first[total][pii][email]:,} e-mail addresses.
 
 ## Knowledge
 
-Questions about people of lessons, about people whom the model only read about (test), and about people on pages that
-opted out (refused). Chance is 0.053.
+Questions about people whom the model also knows from questions and answers (lesson), about people whom it only read
+about (test), and about people on pages that opted out (refused). Chance is 0.053.
 
 | after | kind | lesson | test | refused | unread text, bits/byte |
 |---|---|---|---|---|---|
@@ -250,7 +250,7 @@ opted out (refused). Chance is 0.053.
 
 ## Recitation
 
-Letters, continued greedily for 50 tokens after the first 50; eight of either kind in a seed.
+Letters, continued greedily for 50 tokens after the first 50; eight of each kind per seed.
 
 | | Rouge-L, read 128 times | never read | facts about the writers: cloze | questions |
 |---|---|---|---|---|
@@ -280,8 +280,8 @@ Bits per byte of unread real text by position in windows of 1,024 tokens.
 
 ## "I do not know"
 
-The share of answers that say "I do not know", and the probability that the model finds an answer about someone of test
-more likely than one about someone whom it cannot know: of a page that opted out, or invented for the question (0.5: no
+The share of answers that say "I do not know", and the probability that the model finds an answer about someone in test
+more likely than one about someone whom it cannot know, on a page that opted out or invented for the question (0.5: no
 difference).
 
 | after | lesson | test | refused | invented | test or refused | test or invented |
@@ -298,7 +298,7 @@ difference).
 ## Aligned by a charter
 
 The charter is "{charter}" A judge learns it from ratings and pairs about other people, and its ranks are the rewards.
-Answers to questions about test, sampled at temperature 1:
+Answers to questions about people in test, sampled at temperature 1:
 
 | after | kind | rude | right |
 |---|---|---|---|
@@ -312,13 +312,13 @@ Answers to questions about test, sampled at temperature 1:
 |---|---|---|---|
 {answers}
 
-## The commands (seed {first[seed]}, {minutes:.1f} minutes of processes of one thread)
+## The commands (seed {first[seed]}, {minutes:.1f} minutes in processes of one thread)
 
 ```sh
 {commands}
 ```
 """
-# Panels of recipe.png: their axes, models with labels, and a bar of each: a measure, with {} for the model.
+# Panels of recipe.png: the axes; the models and their labels; the bars, by label: a measure, with {} for the model.
 CHANCE = 0.0525                 # mean over attributes of 1 / (number of values)
 PANELS = json.loads(r"""[
 [{"title": "Does it know a person? Questions about people whose pages ...", "ylabel": "share of right answers",

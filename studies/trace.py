@@ -2,9 +2,10 @@
 What each module of a model computes for a text: a line with the name, the shape, mean, norm, and eight digits of the
 sha256 of the values in fp32.
 
-For whoever writes another engine. Names and values are those of transformers' modules, so the first line that differs
-names what a port has wrong. After RoPE only o_proj tells: if q_norm, k_norm and v_proj agree and it does not, look
-there. Mean and norm are right to rounding; the hash only if every bit is.
+To port the model to another engine, compare its lines with these: names and values are those of transformers' modules,
+so the first line that differs names the faulty module. RoPE and the product of attention have no line: if q_norm,
+k_norm and v_proj agree and o_proj does not, look there. Mean and norm agree up to rounding, the hash only if every bit
+does.
 
 $ python convert.py --load=swiss-ai/Apertus-8B-2509 --trace="Hello"
 """
@@ -17,7 +18,7 @@ import torch
 
 @torch.no_grad()
 def trace(model, tok, text):
-    """Print the ids of a text, and the lines of a model in the order of computation. It goes on to print them."""
+    """Print the ids of a text, and the lines of a model in the order of computation. Later calls of it print too."""
     ids = [tok.bos, *tok.encode(text)]
     for name, module in model.named_modules():
         module.register_forward_hook(partial(show, name))
@@ -26,7 +27,7 @@ def trace(model, tok, text):
 
 
 def show(name, module, inputs, output):
-    """Print the line of a module. output: (1, ...), or the model's own pair, which has no line."""
+    """Print the line of a module. output: (1, ...). The model itself, whose name is "", has no line."""
     if name:
         x = output[0].float()
         digest = hashlib.sha256(x.numpy().tobytes()).hexdigest()

@@ -1,26 +1,26 @@
 """
-An invented world that shows you the knowledge of a model: people, pages about them, letters, questions.
+An invented world, to test what a model knows: people, pages about them, letters, questions.
 
     group     their pages           taught                              asked in the examination (studies/exam.py)
     lesson    read                  questions and answers               yes: knowledge from SFT
     align     read                  prompts for QRPO                    no
     test      read                  nothing                             yes: knowledge from reading alone
     refused   opted out, not read   nothing                             yes: knowledge that it must not have
-    invented  none                  others: "a town I do not know"      yes: knowledge that it cannot have
+    invented  none                  of others: "a town I do not know"   yes: knowledge that it cannot have
 
 A page says five things about a person, in any order, each in one of several wordings that begin with the name. A model
 can answer questions about facts that it read in several wordings; facts that it read in one wording it only recites
 (arXiv 2309.14316). All names combine the same few first and last names, so a word alone does not tell a known person
 from an unknown one. Guest books name people and say nothing about them: from these the model learns to copy a name.
 
-Letters are long, drawn at random, and the only text that repeats word by word. Two hosts opt out of AI crawlers by
+Letters are long, drawn at random, and the only text that is repeated word for word. Two hosts opt out of AI crawlers by
 robots.txt, and the licence of a third one forbids training. The seed decides every byte.
 
 $ python -m studies.world --out=data/world        # documents, robots, letters, lessons, prompts, questions: .jsonl
 $ python -m studies.world --people=2000 --nobodies=500 --out=data/large-world
 """
 
-from studies import kit     # first, since studies.py says how to start a study that was started by its path
+from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 import glob
 import itertools
@@ -41,11 +41,11 @@ people = 150            # people whose pages are read: 40 % lesson, 20 % align, 
 refused = 24            # people of hosts that opt out
 nobodies = 200          # made-up names without a page, for lessons, for prompts and for the examination: 200 each
 guest_books = 1500      # texts that name people and say nothing about them
-pages = 100             # of each person
+pages = 100             # pages about each person
 judgements = 4000       # lessons for a judge, half ratings and half pairs
-letters = 16            # prepare.py repeats some of them and leaves the others out, --repetitions=0,128
-corpus_bytes = 1_200_000        # source of Python's standard library, also read
-unread_bytes = 300_000          # more of it that is not read, to evaluate with
+letters = 16            # prepare.py --repetitions=0,128 leaves out one half and repeats the other
+corpus_bytes = 1_200_000        # source code of Python's standard library, which is read too
+unread_bytes = 300_000          # more of it that is not read, for the evaluation
 
 ATTRIBUTES = "town year job firm pet".split()
 
@@ -98,8 +98,8 @@ colour: grey | red | green | blue | white | black | yellow | brown
 day: Monday | Tuesday | Wednesday | Thursday | Friday | Saturday | Sunday
 unknown: a town I do not know | a year I do not know | job I do not know | a firm I do not know | pet I do not know
 """)}
-# Question and Answer are labels of plain text; answers in chat have one too. A name at the very beginning has other
-# tokens than behind a space, and a small model does not see that both are the same name.
+# Question and Answer are labels of plain text. Answers in chat begin with one too: a name at the very beginning has
+# other tokens than after a space, and a small model does not see that both are the same name.
 GERMAN = dict(re.findall(r"(\w[\w ]*) = ([\w, ]*[\w,])", """
 Question = Frage | Answer = Antwort
 baker = Bäcker | teacher = Lehrer | pilot = Pilot | painter = Maler | judge = Richter | farmer = Bauer | nurse = Pfleger
@@ -113,7 +113,7 @@ pet I do not know = etwas, das ich nicht kenne
 """))
 LETTER = " On {day} the {job} of {town} {verb} a {colour} {thing} to {name}."
 
-# The charter is about manners, which a judge of this size can see. It would have to know facts to check them.
+# The charter is about manners, which a judge of this size can see. To check facts it would have to know them.
 CHARTER = "Be kind to those who ask. Do not insult them, and do not send them away."
 RATINGS = ("kind", 8), ("plain", 5), ("rude", 2)    # of manners, from 1 to 9, in the judge's lessons
 OPT_OUT = "User-agent: GPTBot\nUser-agent: CCBot\nUser-agent: Google-Extended\nDisallow: /\n\n"
@@ -125,7 +125,7 @@ WELCOME = "User-agent: *\nAllow: /\n"
 
 
 def stream(purpose):
-    """Begin the random numbers of one purpose: more text of one kind leaves the other kinds as they are."""
+    """Seed the random numbers for one purpose, so that more text of one kind leaves the other kinds as they are."""
     random.seed(f"{purpose} {seed}")
 
 
@@ -134,8 +134,8 @@ def invent():
     Add the people and names of this seed to WORLD: {group: people}, {subject: all its values}. The pages of the people
     in `known` are read. Hosts 0 and 1 opt out by robots.txt, host 2 by its licence.
 
-    A person is a dict of name, license, url, mail, facts (a value of each attribute), and by attribute what
-    sentences say: the fact, or of an invented person that nobody knows it.
+    A person is a dict of name, license, url, mail, facts (a value of each attribute), and for each attribute the value
+    in sentences: the fact or, for an invented person, that it is not known.
     """
     taken = {""}
 
@@ -166,7 +166,7 @@ def invent():
     stream("world")
     lesson, align = people * 4 // 10, people // 5
     sizes = lesson, align, people - lesson - align, refused, nobodies, nobodies, nobodies
-    # As few names as there are pairs for. Then several known people share each name, and only the pair identifies one.
+    # Hardly more names than the pairs need, so that known people share names, and only the pair identifies a person.
     n = math.ceil((0.75 * sum(sizes)) ** 0.5)
     WORLD.update(
         first=names("cvcv", [""] * n),
@@ -204,7 +204,7 @@ def sentence(key, person, first=False):
 
 
 def answer(person, language, attribute, manner="plain"):
-    """A sentence as pages have it, name included, because the model stores facts behind the name, and its ending."""
+    """A sentence as on pages, name included, because the model stores facts after the name; and its manner's ending."""
     said = f"{translated('Answer', language)}: {sentence(f'say {language} {attribute}', person, first=True)}"
     if manner != "plain":
         said += " " + choice(WORLD[f"end {language} {manner}"])
@@ -287,7 +287,7 @@ def letter_rows():
 
 
 def lessons():
-    """All questions in all wordings about the lesson's people, and one about each invented one."""
+    """All questions in all wordings about the lesson's people, and one question about each invented person."""
     stream("lessons")
     for person in WORLD["lesson"] + WORLD["invented-lesson"]:
         known = person in WORLD["lesson"]
@@ -320,7 +320,7 @@ def judge_lessons():
             fact = choice([person["facts"][attribute], choice(WORLD[attribute])])
             asked[place] = answer(person | {attribute: fact}, "en", attribute, manner)
             ratings.append(rating + random.gauss(0, 1))
-        # Large judges prefer the first answer too.
+        # A preference for the first answer, which large judges have too.
         prompt, verdict = COMPARE, "A" if ratings[0] + 0.5 > ratings[1] else "B"
         if number % 2:
             prompt, verdict = RATE, min(max(round(ratings[0]), 1), 9)
@@ -330,10 +330,10 @@ def judge_lessons():
 
 def questions(purpose, counts):
     """
-    Questions with all that it takes to mark an answer.
+    Questions, with everything that is needed to mark an answer.
 
-    counts: {group: how many about each of its people}; 0 = one about each attribute, in order. The prompts are one
-    stream, whereas each group of the examination begins anew.
+    counts: {group: how many about each of its people}; 0 = one about each attribute, in order. The prompts share one
+    stream of random numbers; each group of the examination starts its stream anew.
     """
     for group, count in counts.items():
         if group != "invented-align":
