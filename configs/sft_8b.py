@@ -14,6 +14,6 @@ lr = 5e-6
 optimizer = "ademamix"
 # The report's beta3; the released configuration has 0.999. 0.99 is used: over 7,391 steps both are short.
 betas = (0.9, 0.999, 0.99)
-alpha = 8.0                       # alpha and beta3 warm up over all steps
+alpha = 8.0                       # alpha and beta3 warm up over the run, at most 100,000 steps
 weight_decay = 0.0
 grad_clip = 1.0
