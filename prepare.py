@@ -54,7 +54,7 @@ out = "data/stdlib"         # the folder to write; default data/stdlib, data/min
 tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json | a model's folder; "" = train one
 train_bpe = 4096            # ids of the BPE vocabulary that is trained on the documents if no tokenizer is named
 val_share = 0.04            # share of the documents for validation, chosen by a hash (split_by)
-split_by = ""               # hash of the text | id; "" = text, but id for the stdlib, whose published figures are by id
+split_by = ""               # hash for that: text | id; "" = text, but id for the stdlib, whose published figures need it
 shard_tokens = 100_000_000  # maximum tokens per shard
 # the input
 text_field = "text"         # the column or field that holds the text
@@ -73,7 +73,7 @@ agents = ""                 # file of the user agents whose opt-outs count, one 
 agents_no_star = False      # count only opt-outs that name an AI agent, not those for all agents (*)
 keep_licenses = ""          # keep only these licences, separated by commas
 pii = True                  # replace e-mail addresses, IP addresses and IBANs by tokens
-pii_in_code = False         # with pii: also in documents of language "code", such as .py files; Apertus did not
+pii_in_code = False         # replace them also in documents of language "code", such as .py files; Apertus did not
 # quality (corpus/rules.py)
 heuristics = ""             # rules about text: gopher,repetition,c4,fineweb,few-words:20,FOLDER of FineWeb-2's limits
 keep_languages = ""         # keep only these languages, separated by commas
@@ -83,9 +83,9 @@ min_tokens = 0              # minimum tokens of a document, <s> and </s> include
 max_tokens = 0              # maximum tokens of a document; 0 = no limit
 score = ""                  # FILE.py with a function score(text) -> number, for keep_top
 score_field = ""            # column of a quality score, for keep_top; ignored with score
-keep_top = 0.33             # with score or score_field: the share of each language to keep, the best scores
+keep_top = 0.33             # with score or score_field: keep this best share of each language
 max_field = ""              # column of a score like toxicity, which must be below max_value
-max_value = "apertus"       # a number, deu_Latn:0.9977,*:0.99 by language, or apertus = its thresholds of toxicity
+max_value = "apertus"       # threshold of max_field: a number, deu_Latn:0.9977,*:0.99, or apertus (toxicity)
 keep_rate = ""              # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
 seed = 42                   # seed of keep_rate
 dedup = True                # keep only the first of equal texts
@@ -95,7 +95,7 @@ decontaminate = ""          # remove documents with these prompts: .jsonl with p
 # documents to delete (corpus/withdraw.py)
 remove = ""                 # file of documents to delete from --out: ids, URLs, hosts; .jsonl; a newer robots store
 # memorisation probes
-probes = ""                 # passages to plant: .jsonl with text, or one a line
+probes = ""                 # file of passages to plant: .jsonl with text, or one a line
 repetitions = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # copies: each passage gets one of these numbers; 0 = none, to compare
 # the run
 workers = 0                 # worker processes; 0 = one per core

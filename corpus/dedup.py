@@ -54,7 +54,7 @@ def fingerprint(text):
 # ----------------------------------------------------------------------------------------------------------------------
 # words and n-grams as numbers
 
-# These draws must never change. The generator skips 224 draws, which an older implementation of MinHash took.
+# These draws must never change. The generator skips 224 draws, which an older implementation of MinHash used.
 _rng = np.random.default_rng(np.random.PCG64(0).advance(224))
 # The hash of a word is a sum over its bytes: a random number for the byte times another for its place in the word.
 # Bytes that are never part of a word have the number 0.

@@ -12,8 +12,8 @@ group-bys over it.
 
     in = kept + removed, in documents and in bytes, by source, language, license and reason
 
-Two kinds of rows have tokens in the shards but did not come in: they have 0 bytes and no reason. If a folder has a
-single document, it is cut in two, and its end, for validation, is a row. So is each copy of a planted passage.
+Two kinds of rows have tokens in the shards but did not come in: they have 0 bytes and no reason. A document that is
+alone in its folder is cut in two, and its end, for validation, has a row. So has each copy of a planted passage.
 
 Rows are in the order of the input. Removed documents are never tokenized: a report estimates their tokens from their
 bytes, at the rate of the kept documents of the same source and language.

@@ -62,7 +62,7 @@ DOMAIN = re.compile(rf"""(?x)
             | (?<=[{OTHER}{UNSPACED}]\.) [{OTHER}{UNSPACED}]{{2,24}} ) )
     (?i: (?<!\.(?:png|jpg|gif|svg|bmp|ico|css|mjs|htm|xml|txt|pdf|tgz|jar|whl))
         (?<!\.(?:jpeg|webp|avif|json|html)) (?<!\.(?:js|gz)) )""")
-# The name is quoted, in scripts with spaces between words, or in any script. @name.com has none: it is a handle.
+# A name is in quotes, in letters of scripts with spaces, or in letters of any script. @name.com has none: a handle.
 ATOM = rf"[A-Za-z0-9{LATIN}{OTHER}._%+'-]"
 NAME = re.compile(rf"""(?:"(?:[^"\\\r\n]|\\.){{1,62}}"|(?![.'])(?:{ATOM}+|[\w{UNSPACED}.%+'-]+(?<!{ATOM})))\Z""")
 

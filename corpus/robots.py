@@ -203,7 +203,8 @@ def compiled(disallows, written, strict=False):
     """
     (rank, disallows, written, parts) of a rule: paths that match contain the parts, in this order.
 
-    Rules are sorted by rank: the longest first; of equal length first those that allow, or with strict that disallow.
+    Rules are sorted by rank, the longest first. Of equally long ones, those that allow come first, with strict those
+    that disallow.
     """
     pattern = percent(written)
     # The space marks the end of the pattern, in which percent() writes a space as %20.
