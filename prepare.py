@@ -54,7 +54,7 @@ out = "data/stdlib"         # the folder to write; default data/stdlib, data/min
 tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json | a model's folder; "" = train one
 train_bpe = 4096            # ids of the BPE vocabulary that is trained on the documents if no tokenizer is named
 val_share = 0.04            # share of the documents for validation, chosen by a hash (split_by)
-split_by = ""               # hash for that: text | id; "" = text, but id for the stdlib, whose published figures need it
+split_by = ""               # hash for that: text | id; "" = text, but id for the stdlib, as its published figures need
 shard_tokens = 100_000_000  # maximum tokens per shard
 # the input
 text_field = "text"         # the column or field that holds the text
