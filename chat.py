@@ -1,5 +1,5 @@
 """
-Conversations: read from people's data, checked, and turned into ids in Apertus' chat format.
+Conversations: read, checked, and turned into ids in Apertus' chat format.
 
     <s> <|system_start|> who you are, the date <|system_end|>
     <|developer_start|> Deliberation: disabled, Tool Capabilities: disabled <|developer_end|>
@@ -10,12 +10,12 @@ Conversations: read from people's data, checked, and turned into ids in Apertus'
 
 The format is the published one (swiss-ai/apertus_format); chat_template.jinja writes it. Jinja renders that template
 here with a mark, a single character, instead of each control token, and no text can contain a mark. So a
-`<|user_start|>` typed by a user stays text about a token. Two more marks enclose the words of the assistant, which
+`<|user_start|>` typed by a user stays ordinary text. Two more marks enclose the words of the assistant, which
 posttrain/sft.py trains on. No other template is ever rendered, since a template is a program.
 
 Post-training reads rows of {"messages": [{"role", "content"}, ...]}. SFT also reads the other forms that
-posttrain/sft.py lists. A line that is no JSON object is an error with its number. A conversation without anything to
-learn is left out and counted.
+posttrain/sft.py lists. A line that is no JSON object raises an error with its number. A conversation from which nothing
+can be learnt is left out and counted.
 
 $ python sample.py --init_from=out/sft --chat             # a conversation in this format
 """
@@ -63,8 +63,8 @@ def marked(messages, tools=None, thinking=False, add_generation_prompt=False, da
     is a str, a list of {"type": "text", "text": …}, or {"text": …} or {"parts": [the same list]}; the assistant's also
     {"blocks": […]} of type thoughts, response (text), tool_calls (calls of name, arguments), tool_outputs (outputs of
     output), and OpenAI's "tool_calls". tools: [{"name", "description", "parameters": JSON schema}]. date:
-    YYYY-MM-DD, default today. system: of a conversation that has none; None: Apertus' own. The last turn of the
-    assistant stays open: training adds its <|assistant_end|>.
+    YYYY-MM-DD, default today. system: the system message if messages have none; None: Apertus' own. The last turn of
+    the assistant stays open: training adds its <|assistant_end|>.
     ValueError, one line: a role, content or tool that the format has no place for, or half a surrogate pair.
     """
     def refuse(why):
@@ -82,7 +82,7 @@ def marked(messages, tools=None, thinking=False, add_generation_prompt=False, da
             bos_token=MARKS["<s>"],
             strftime_now=lambda form: date or time.strftime(form),
             raise_exception=refuse)
-    except Exception as error:      # odd data raise errors of many types inside of a template
+    except Exception as error:      # odd data raise errors of many types inside a template
         raise ValueError(f"chat: {error}; want user, assistant, tool after assistant, system only first, with text, "
                          "parts or blocks as content") from None
 
@@ -99,7 +99,7 @@ def parts_of(message):
 
 
 def content_of(message):
-    """The words of a message as text, without thoughts and calls. One of ODD_CONTENT: it has something else."""
+    """The words of a message as text, without thoughts and calls. Raises one of ODD_CONTENT for other content."""
     return "".join(text for kind, text in parts_of(message) if kind in ("text", "response"))
 
 
@@ -107,8 +107,8 @@ def render(tok, row, date=None):
     """
     A conversation -> ids, said (two lists): said[i] is True where the assistant must produce ids[i] itself.
 
-    It begins with its only <s>, and has <|assistant_end|> also after the last answer. row["thinking"] decides whether
-    "Deliberation: enabled" is written; the default is whether there are thoughts. ValueError: as marked().
+    The ids begin with their only <s>, and have <|assistant_end|> also after the last answer. row["thinking"] decides
+    whether "Deliberation: enabled" is written; by default it is if there are thoughts. ValueError: as marked().
     """
     messages = row["messages"]
     thoughts = any(kind == "thoughts" for message in messages for kind, _ in parts_of(message))
@@ -121,8 +121,8 @@ def render(tok, row, date=None):
 
 def stop_ids(tok):
     """
-    The ids at which a model stops: the end of a text, of a turn, and of a call of tools, whose output is not the
-    model's to write. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
+    The ids at which a model stops: the end of a text, of a turn, and of a call of tools, because the model must not
+    write the output of a tool. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
     """
     return {tok.eos} | {tok.special.get(name, tok.eos) for name in "</s> <|assistant_end|> <|tools_suffix|>".split()}
 
@@ -144,7 +144,7 @@ def has_form(row):
 
 
 def conversation(row):
-    """A row of one of FORMS as {"messages", "tools", …}. One of ODD_CONTENT: a value of another type."""
+    """A row of one of FORMS as {"messages", "tools", …}. Raises one of ODD_CONTENT for a value of another type."""
     if "messages" in row:
         messages = row["messages"]
     elif "conversations" in row:
@@ -188,21 +188,21 @@ def alpaca_prompt(row):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# checks: which conversations a model can learn from, and why not from the others
+# checks: can a model learn from a conversation, and why not
 
-# The roles, and after which each may speak; "" is the beginning.
+# {role: the roles after which it may speak}; "" is the beginning.
 FOLLOWS = {role: before.split(",") for role, before in (pair.split(":") for pair in """
 system: user:,system,assistant assistant:user,tool tool:assistant,tool
 """.split())}
 
 # Errors that odd content raises on its way to ids: a number instead of text, a picture, a block without its text, half
-# a surrogate pair. ODD is the reason that is counted for it.
+# a surrogate pair. Such conversations are counted under the reason ODD.
 ODD_CONTENT = AttributeError, KeyError, TypeError, ValueError
 ODD = "content that the chat format has no place for: want text or blocks"
 
 
 def fault(messages):
-    """Why a conversation cannot be learnt from, or None."""
+    """Why a model cannot learn from a conversation, or None."""
     before = ""
     for message in messages:
         role = message.get("role")
@@ -221,7 +221,7 @@ def fault(messages):
 
 
 def learnable(tok, row, max_length, date=None):
-    """A row of any form -> (ids, said) as render() gives them, or why it cannot be learnt from (str)."""
+    """A row of any form -> (ids, said) as render() gives them, or why a model cannot learn from it (str)."""
     try:
         if not has_form(row):
             return "no known form of a conversation"
@@ -235,7 +235,7 @@ def learnable(tok, row, max_length, date=None):
 
 
 def prompt_ids(tok, row, date=None):
-    """A conversation that waits for an answer -> ids that end in <|assistant_start|>, or why it is none (str)."""
+    """A conversation that waits for an answer -> ids that end in <|assistant_start|>, or why it does not wait (str)."""
     try:
         row = conversation(row | dict(messages=row["messages"]))
         messages = row["messages"]
@@ -251,7 +251,7 @@ def prompt_ids(tok, row, date=None):
 
 
 def describe_dropped(bad, kept, what):
-    """Which items were left out and why, in one line. bad: [(reason, place)]; what: their name, plural."""
+    """How many items were left out and why, in one line. bad: [(reason, place)]; what: their name, plural."""
     n = len(bad)
     first = dict(reversed(bad))
     counts = Counter(why for why, _ in bad)

@@ -4,20 +4,21 @@ Hugging Face in and out. A run folder is a Hugging Face folder: a finished run l
     config.json                            Hugging Face's keys; a run's settings under the key "nanoapertus"
     tokenizer.json, tokenizer_config.json  the vocabulary (tokenizer.py) and the chat template
     model.safetensors                      the weights of a finished run; above 5 GB several files and an index
-    ckpt/                                  a run's checkpoints (engine/checkpoint.py): the newest intact one counts here
+    ckpt/                                  a run's checkpoints (engine/checkpoint.py): the newest intact one is read
 
 $ python convert.py --load=swiss-ai/Apertus-8B-2509             # names, shapes, parameters of a published model
 $ python convert.py --load=out/laptop --save=out/laptop-hf --dtype=bfloat16                # a copy to publish
 $ python convert.py --load=out/chat --save=out/chat-merged --merge                         # adapters become matrices
 $ python convert.py --load=swiss-ai/Apertus-v1.1-1.5B --save=mini.json                     # the vocabulary alone
-$ python convert.py --load=out/laptop --trace="Hello"     # what each module computes: for whoever writes another engine
+$ python convert.py --load=out/laptop --trace="Hello"     # print what each module computes, to debug another engine
 
-The parameters carry the published names, so weights need no table. A repository is read as safetensors and JSON, and
-nothing in it is run. A config that asks for something that model.py does not do raises an error that names it, and so
-does a tokenizer that would give other ids than transformers does. A run that is not an Apertus (SwiGLU, structured
-layers, adapters) has model_type "nanoapertus", which transformers does not load.
+The parameters have the published names, so weights need no table of names. A repository is read as safetensors and
+JSON, and no code in it is run. If a config asks for something that model.py lacks, or a tokenizer would give other ids
+here than in transformers, an error names it. A run that is not an Apertus (SwiGLU, structured layers, adapters) has
+model_type "nanoapertus", which transformers does not load.
 
-Published are the 8B and the 70B (2509), the Minis of 0.5B, 1.5B and 4B (v1.1), and 1.5, whose text part is read here:
+The published models are the 8B and the 70B (2509), the Minis of 0.5B, 1.5B and 4B (v1.1), and 1.5, whose text model is
+read here:
 
                  control tokens                      conversations                 embedding and head
     1.0          ids 0 to 999: tokenizer.py, NAMED   chat.py                       two
@@ -34,7 +35,7 @@ import math
 import os
 import shutil
 
-# Before torch, which reads a setting of it when it loads.
+# Before torch: it sets an environment variable that torch reads when it loads.
 from engine.hardware import pick_device, pick_dtype
 import torch
 from safetensors import SafetensorError
@@ -50,9 +51,9 @@ from model import XIELU, Apertus, ApertusConfig
 from tokenizer import TEMPLATE, hf_files, load_for, write_bpe
 
 load = ""             # a run folder, a Hugging Face folder or name, or a folder of adapters
-save = ""             # the folder to write as Hugging Face has it; FILE.json: the vocabulary alone, for prepare.py
-dtype = "float32"     # of the tensors written: float32 | bfloat16
-merge = False         # write a model with adapters, or with structured layers, as the dense one that it equals
+save = ""             # the folder to write in Hugging Face's format; FILE.json: the vocabulary alone, for prepare.py
+dtype = "float32"     # of the written tensors: float32 | bfloat16
+merge = False         # merge adapters and structured layers into the equivalent dense matrices
 trace = ""            # print what each module computes for this text (studies/trace.py)
 
 OWN = "nanoapertus"
@@ -61,7 +62,7 @@ OWN = "nanoapertus"
 # -----------------------------------------------------------------------------
 # config.json
 
-# Our name of a setting, and its name in Hugging Face's config.json. Those of RoPE follow.
+# Our name of a setting, and its name in Hugging Face's config.json. The settings of RoPE follow.
 HF_NAMES = json.loads("""{
     "block_size": "max_position_embeddings",
     "vocab_size": "vocab_size",
@@ -75,7 +76,7 @@ HF_NAMES = json.loads("""{
     "init_std": "initializer_range"
 }""")
 OPTIONAL = "n_kv_head tie_embeddings norm_eps init_std rope_theta".split()
-# The same of the settings that a type of RoPE has in addition to theta.
+# The same for the settings that each type of RoPE has in addition to theta.
 ROPE = json.loads("""{
     "default": {},
     "linear": {"rope_scaling": "factor"},
@@ -85,7 +86,7 @@ ROPE = json.loads("""{
         "rope_low": "low_freq_factor",
         "rope_high": "high_freq_factor"}
 }""")
-# What all Apertus models have in common.
+# The keys that are the same for all Apertus models.
 FIXED = json.loads("""{
     "architectures": ["ApertusForCausalLM"],
     "model_type": "apertus",
@@ -126,7 +127,8 @@ REQUIRED = dict.fromkeys(OFF, False) | json.loads("""{
     "partial_rotary_factor": 1.0,
     "logit_scale": 1.0
 }""")
-# What an Apertus 1.5 says in addition to its text_config: how pictures and sound become ids. Nothing of them is loaded.
+# The other keys of an Apertus 1.5 describe how pictures and sound become ids, and are ignored; text_part() reads
+# text_config and tie_word_embeddings.
 MEDIA = """
     text_config vision_config audio_config vision_tokenizer_config audio_tokenizer_config image_token_id audio_token_id
     image_token_offset audio_token_offset tie_word_embeddings
@@ -171,10 +173,10 @@ def config_from_hf(hf):
 
 def text_part(hf):
     """
-    The part of a config.json (dict) that describes the text model: of an Apertus 1.5 its text_config, else all of it.
+    The part of a config.json (dict) that describes the text model: the text_config of an Apertus 1.5, else all of it.
 
-    1.5 reads ids of pictures and sound, which it never writes: its head has fewer rows than its embedding, one for each
-    id of text, unless it is tied. The text model has these ids alone, and is an Apertus.
+    1.5 reads ids of pictures and sound, but never writes them: unless it is tied, its head has fewer rows than its
+    embedding, one for each id of text. The text model has only these ids, and is an Apertus.
     """
     if hf.get("model_type") != "apertus1p5":
         return hf
@@ -188,7 +190,7 @@ def text_part(hf):
 
 
 def refuse_unusual(given, usual):
-    """ValueError names the settings of `given` that change a logit and are neither null nor as in `usual`."""
+    """Raise a ValueError that names settings of `given` that change a logit and are neither null nor as in `usual`."""
     # A long value is cut: a quantization_config fills a screen.
     unusual = [f"{key}={value!r}"[:120] for key, value in given.items()
                if key not in FREE and value not in (None, usual.get(key))]
@@ -224,7 +226,7 @@ def config_to_hf(config, dtype="float32"):
 
 
 def unfilled(config):
-    """An Apertus without memory, for its names and shapes."""
+    """An Apertus on the meta device, without memory, for its names and shapes."""
     with torch.device("meta"):
         return Apertus(config, seed=None)
 
@@ -248,7 +250,7 @@ def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
 
 
 def shape_in(folder):
-    """The ApertusConfig of a folder: of a run by its settings, of another by Hugging Face's keys."""
+    """The ApertusConfig of a folder: from the settings of a run, otherwise from Hugging Face's keys."""
     hf = read_json(f"{folder}/config.json")
     if os.path.isdir(f"{folder}/ckpt") or hf.get("model_type") == OWN:
         return ApertusConfig.of(settings_of(folder))
@@ -264,8 +266,9 @@ def weights_in(folder):
 @torch.no_grad()
 def stored(path, model, device="cpu", dtype=None):
     """
-    Read weights_in() a tensor at a time. A parameter that has memory is filled in place, each rank its own rows. For
-    one on the meta device, yields its (name, tensor), on `device`, in `dtype` (None: that of the file).
+    Read the weights at `path` (from weights_in) one tensor at a time. A parameter that has memory is filled in place;
+    each rank reads its own rows. A parameter on the meta device is yielded as (name, tensor), on `device`, in `dtype`
+    (None: that of the file).
 
     ValueError: missing, extra or misshapen tensors, or other constants of xIELU.
     """
@@ -301,8 +304,8 @@ def keys_in(path, saved, params, tied):
     """
     {our name: its key} of the tensors in a Hugging Face folder, with xIELU's constants, which are buffers there.
 
-    An Apertus 1.5 has its text model below model.language_model, and the rows of its embedding that are not text, the
-    last ones, are left out, as are the tokenizers of pictures and sound. A scalar may be stored without a dimension.
+    An Apertus 1.5 has its text model below model.language_model. The last rows of its embedding, which are not text,
+    and the tokenizers of pictures and sound are left out. A scalar may be stored without a dimension.
     """
     media = "model.vision_tokenizer.", "model.audio_tokenizer."
     keys = {key.replace("model.language_model.", "model.", 1): key for key in saved if not key.startswith(media)}
@@ -323,7 +326,7 @@ def keys_in(path, saved, params, tied):
 
 
 def fill(model, path):
-    """Give a model, whole or sharded, the weights that start_of has found. Each rank reads its own rows."""
+    """Load the weights at `path` (from start_of) into a model, whole or sharded. Each rank reads its own rows."""
     for _ in stored(path, model):
         pass
 
@@ -333,7 +336,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
     The model of a folder or hub name, with its weights and without adapters.
 
     dtype: None keeps that of the file. base: int8 or nf4 quantises the matrices of the blocks (posttrain/quantised.py).
-    The model is built without memory, and each tensor is read, converted and let go: peak memory is the model and one
+    The model is built without memory, and tensors are read and converted one by one: peak memory is the model plus one
     tensor. ValueError: another architecture, unknown config keys, missing, extra or misshapen tensors.
     """
     folder = local(path_or_repo)
@@ -368,8 +371,8 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
 
 def load_any(name, device="cpu", dtype=None, base=""):
     """
-    (model, Tokenizer) of a run folder, a Hugging Face folder, a hub name, or of the adapters in one of these, which are
-    put on the model that they name.
+    (model, Tokenizer) of a run folder, a Hugging Face folder or a hub name. Adapters in one of these are attached to
+    the base model that they name.
 
     dtype, base: as in load_hf; adapters keep their dtype.
     """
@@ -391,7 +394,7 @@ def is_adapters(folder):
 
 
 def load_adapters(folder, device, dtype, base):
-    """(model, Tokenizer) of adapters, on the base model that they name. ValueError: its weights are others today."""
+    """(model, Tokenizer) of adapters and the base model that they name. ValueError: its weights have changed."""
     lora = attached("posttrain.lora")
     settings = {} if os.path.isfile(f"{folder}/adapter_config.json") else settings_of(folder)
     name = settings["init_from"] if settings else lora.read_settings(folder)[1]
@@ -413,7 +416,7 @@ def load_adapters(folder, device, dtype, base):
 
 def load_ready(name, device, dtype, base=""):
     """
-    (model, Tokenizer) of load_any, ready to be asked. device, dtype: by name, as the settings of a script have them.
+    (model, Tokenizer) of load_any, in eval mode. device, dtype: by name, as the settings of a script have them.
 
     dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token. base: as
     in load_any.
@@ -433,29 +436,29 @@ def shape_of(name):
 
 def start_of(name):
     """
-    What train.py --init_from needs to know of a model before it reads its weights: (ApertusConfig, Tokenizer, path).
+    (ApertusConfig, Tokenizer, path) of a model, which train.py --init_from needs before it reads the weights.
 
-    path: of a checkpoint or of a Hugging Face folder, for fill(). ValueError for adapters, which are no whole model.
+    path: a checkpoint or a Hugging Face folder, for fill(). ValueError for adapters, which are no whole model.
     """
     folder = local(name)
     if is_adapters(folder):
-        raise ValueError(f"{name} holds adapters: make one model of them first, "
+        raise ValueError(f"{name} holds adapters: merge them into their model first, "
                          f"python convert.py --load={name} --save=FOLDER --merge")
     return shape_in(folder), load_for(folder), weights_in(folder)
 
 
 def fingerprint(model):
     """
-    Which weights these are, on any device and in fp32, bf16, 8 or 4 bits: sha256 over the first 64 values of every
-    tensor, rounded to bf16. Adapters are not part of it.
+    Identify weights, on any device and in fp32, bf16, 8 or 4 bits: the sha256 of the first 64 values of every tensor,
+    rounded to bf16. Adapters are not part of it.
 
-    A matrix in 8 or 4 bits has kept its first values, so that the hash is the same.
+    A matrix in 8 or 4 bits keeps its first values unquantised, so that the hash is the same.
     """
     digest = hashlib.sha256()
     for path, module in model.named_modules():
         own = {"weight": module.first} if hasattr(module, "first") else dict(module.named_parameters(recurse=False))
         if path == "lm_head" and model.config.tie_embeddings or ".lora_" in path:
-            continue    # a tied head is the embedding, and counts once
+            continue    # a tied head is the embedding, which counts once
         for leaf, p in own.items():
             p = p.full_tensor() if hasattr(p, "full_tensor") else p  # shards are gathered, one tensor at a time
             digest.update(f"{path}.{leaf}".encode())
@@ -473,7 +476,7 @@ LIST = ".export.json"
 def write_texts(folder, tok):
     """Write tokenizer.json, tokenizer_config.json and generation_config.json. Returns the ids of bos, eos and pad."""
     ends = dict(bos_token_id=tok.bos, eos_token_id=tok.eos, pad_token_id=tok.pad)
-    # A chat model stops at the end of its turn, and at that of a call of tools.
+    # A chat model stops at the end of its turn, and at the end of a call of tools.
     stops = sorted(chat.stop_ids(tok)) if tok.eos == tok.special.get("<|assistant_end|>") else tok.eos
     for file, content in (hf_files(tok) | {"generation_config.json": ends | dict(eos_token_id=stops)}).items():
         write_json(f"{folder}/{file}", content)
@@ -482,7 +485,7 @@ def write_texts(folder, tok):
 
 def describe(folder, settings, shape, tok):
     """
-    Write config.json and the vocabulary of a run folder: as Hugging Face's, if transformers has such an Apertus.
+    Write config.json and the vocabulary of a run folder, with Hugging Face's keys if transformers has such an Apertus.
 
     settings: the run's, kept under the key "nanoapertus". shape: its ApertusConfig. If settings["chat"] is true, the
     end of the assistant's turn is the end of a text.
@@ -493,7 +496,7 @@ def describe(folder, settings, shape, tok):
     variant = settings.get("lora_r") or settings.get("ffn", "dense") != "dense"
     plain = not variant and shape.activation == "xielu" and shape.qk_norm
     hf = config_to_hf(shape) if plain else dict(model_type=OWN)
-    # Weights that an earlier, shorter run has left would no longer be those of the newest checkpoint.
+    # Remove the exported weights of an earlier, shorter run: they are not those of the newest checkpoint.
     for stale in glob.glob("model*.safetensors*", root_dir=folder):
         os.remove(f"{folder}/{stale}")
     write_json(f"{folder}/config.json", hf | write_texts(folder, tok) | {OWN: settings})
@@ -501,8 +504,8 @@ def describe(folder, settings, shape, tok):
 
 def complete(folder):
     """
-    Write model.safetensors (fp32) of a finished run, from its newest intact checkpoint: then transformers loads the
-    folder. Nothing is written for a run that transformers does not know.
+    Write model.safetensors (fp32) of a finished run, from its newest intact checkpoint, so that transformers loads the
+    folder. Nothing is written for a run that transformers cannot load.
     """
     if read_json(f"{folder}/config.json")["model_type"] == OWN:
         return
@@ -514,11 +517,11 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     """
     Write a model as transformers reads it: safetensors, config.json, generation_config.json, tokenizer files.
 
-    dtype: of the tensors, float32 or bfloat16. shard_bytes: the most that one file holds. merge: adapters (of `model`
-    too) and structured layers (papers/structured_ffn.py) become the dense matrices they equal. An export replaces an
-    older one as a whole: killed at any moment, the folder holds the old model, the new one, or none. ValueError if
-    transformers' Apertus cannot express the model, or if the folder holds other files than an export's. Source of the
-    layout: transformers 5.
+    dtype: of the tensors, float32 or bfloat16. shard_bytes: maximum size of a file. merge: write adapters (which are
+    merged in `model` itself) and structured layers (papers/structured_ffn.py) as the equivalent dense matrices. An
+    export replaces an older one as a whole: after a kill at any moment, the folder holds the old model, the new one, or
+    none. ValueError if transformers' Apertus cannot express the model, or if the folder holds other files than an
+    export's. Source of the layout: transformers 5.
     """
     number = pick_dtype(dtype, "cpu")
     if merge:
@@ -565,7 +568,7 @@ def check_replaceable(path):
 def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5e9):
     """
     Write the parameters of an Apertus, (name, tensor), as safetensors next to config.json: one file, or several with an
-    index. No more than two files' tensors are held.
+    index. Memory holds the tensors of at most two files.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -580,7 +583,7 @@ def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5
     for file, names in plan.filename_to_tensors.items():
         shard = {name: t.detach().to("cpu", dtype).contiguous() for _, (name, t) in zip(names, tensors)}
         save_file(shard, f"{folder}/{file}.tmp", metadata=dict(format="pt"))
-        shutil.copymode(f"{folder}/config.json", f"{folder}/{file}.tmp")   # save_file's own is 0600
+        shutil.copymode(f"{folder}/config.json", f"{folder}/{file}.tmp")   # save_file's own mode is 0600
         flush(f"{folder}/{file}.tmp")
         os.replace(f"{folder}/{file}.tmp", f"{folder}/{file}")
         weight_map |= dict.fromkeys(shard, file)

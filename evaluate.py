@@ -1,5 +1,5 @@
 """
-How good is a model: bits per byte of text by language or source, multiple choice, exact answers, lm-eval's benchmarks.
+Evaluate a model: bits per byte of text by language or source, multiple choice, exact answers, lm-eval's benchmarks.
 
     bits per byte   = - sum over documents of log2 p(document and its end)  /  their bytes in UTF-8
     choice          = argmax over choices of log p(choice | examples, question)
@@ -7,7 +7,7 @@ How good is a model: bits per byte of text by language or source, multiple choic
 
 Bits per byte compare models with different tokenizers, which nats per token cannot. Every score comes with its n, its
 95 % interval and its chance level. Intervals are Wilson's for shares, and for bits per byte Student's t of the ratio
-estimator, with documents as the sample; those of lm-eval's scores are t times its own standard error. --against=MODEL
+estimator, with documents as the sample; for lm-eval's scores they are t times its own standard error. --against=MODEL
 adds the difference to another model, paired by document: its interval is much narrower than that of either score. A
 text longer than the window is scored in windows that overlap by half, so that every token after the first window has at
 least half a window of context. The Apertus report evaluates base models by log-likelihood too (arXiv 2509.14233,
@@ -47,20 +47,20 @@ paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with
                           # nothing = the validation documents of the run's own data
 init_from = "out/laptop"  # run folder, Hugging Face folder or hub name
 against = ""              # another model: differences to it, paired by document
-by = "lang"               # groups of texts: a field of their rows (lang, source, ...); texts without it go by file
-by_position = 0           # also by position in the window, in steps of this many tokens: does longer context help?
-lookup = 0                # keys to look up at each distance in the window, in a register (studies/length.py)
-window = 0                # tokens of these windows, also beyond the training length; 0 = the model's window
+by = "lang"               # groups of texts: a field of their rows (lang, source, ...); texts without it: by file
+by_position = 0           # also bits per byte by position in the window, in steps of this many tokens; 0 = off
+lookup = 0                # keys to look up at each distance, in a list of keys and colours (studies/length.py); 0 = off
+window = 0                # window of by_position and lookup, also beyond the training length; 0 = the model's window
 shots = 0                 # solved examples before each question: the first rows of the task, which are then not asked
-limit = 0                 # documents or questions of each file at most; 0 = all
-max_new_tokens = 64       # of an answer; it ends at a line break
-harness = ""              # lm-evaluation-harness: tasks by name, with commas
+limit = 0                 # maximum documents or questions of each file; 0 = all
+max_new_tokens = 64       # maximum tokens of an answer, which ends at a line break
+harness = ""              # lm-evaluation-harness: names of tasks, separated by commas
 harness_path = ""         # your own folder of task files, instead of the harness' collection, which is slow to index
-batch_tokens = 8192       # at once
+batch_tokens = 8192       # tokens per batch
 device = "auto"           # cuda | mps | cpu
-dtype = "auto"            # float32 | bfloat16; auto: that of the weights, bf16 on CUDA
+dtype = "auto"            # float32 | bfloat16; auto: the dtype of the weights, but bf16 on CUDA
 base = ""                 # int8 | nf4: the matrices of the blocks in 8 or 4 bits (posttrain/quantised.py)
-out = ""                  # folder of evaluation.json; "" = the run folder, or results/evaluate
+out = ""                  # folder to write evaluation.json to; "" = the run folder, or results/evaluate
 
 # Letters: B windows in a batch, T tokens in a window.
 
@@ -89,7 +89,7 @@ def laid_out(windows, device):
     """
     Windows (ids, first) as a batch: idx and targets, each (B, T), padded on the right.
 
-    A target of -1 is not scored: that of a token before `first`, or of padding.
+    Targets before `first` and of padding are -1: they are not scored.
     """
     inputs = [torch.tensor(ids[:-1]) for ids, _ in windows]
     targets = [torch.tensor([-1] * (first - 1) + ids[first:]) for ids, first in windows]
@@ -149,7 +149,7 @@ def text_ids(tok, text):
 
 
 def text_bytes(tok, ids):
-    """The bytes of ids; the end of a text has none."""
+    """The number of bytes of ids; the end of a text has none."""
     end = text_ids(tok, "")[-1]
     return len(tok.decode_bytes([i for i in ids if i != end]))
 
@@ -172,7 +172,7 @@ def result(name, metric, n, score, interval, **more):
 
 
 def bits_row(name, metric, bits, sizes):
-    """A row of the results: bits per byte of documents or windows, where `bytes` are the bytes of all of them."""
+    """A row of the results: bits per byte of documents or windows, and the total of their bytes."""
     r, half = ratio(bits, sizes)
     return result(name, metric, len(bits), r, (r - half, r + half), bytes=sizes.sum())
 
@@ -189,7 +189,7 @@ def text_scores(model, tok, documents, other=None):
     """
     Rows of the results: bits per byte of all documents, a list of (group, text), and of each group.
 
-    other: another model and its tokenizer; then also the differences to its bits per byte, paired by document.
+    other: another model and its tokenizer; adds the differences to its bits per byte, paired by document.
     """
     measures = {"bits/byte": document_bits(model, tok, documents)}
     if other:
@@ -207,8 +207,8 @@ def position_scores(model, tok, documents, T, step):
     """
     Rows of the results: bits per byte at positions 0 to step - 1 of a window of T, at the next `step`, and so on.
 
-    documents: list of (group, text), cut into windows one after the other. The rest of a document is left out, so that
-    all positions have the same texts. The windows are the sample. ValueError if no document fills a window.
+    documents: list of (group, text), cut into windows one after the other. The rest, which fills no window, is left
+    out, so that all positions have the same texts. The windows are the sample. ValueError if no document fills one.
     """
     texts = [text_ids(tok, text) for _, text in documents]
     windows = [(ids[i:i + T + 1], 1) for ids in texts for i in range(0, len(ids) - T, T)]
@@ -330,7 +330,7 @@ def harness_scores(model, tok):
     """
     Rows of the results: each metric of the tasks of --harness, and of groups of tasks, whose n is the sum of theirs.
 
-    The harness reads an export of the model by its own interface to transformers, so these are the numbers of
+    The harness loads an export of the model by its own interface to transformers, so the results are those of
     `lm_eval --model hf`. ValueError for a task that does not exist, and for a model that cannot be exported.
     """
     import lm_eval
@@ -360,7 +360,7 @@ def harness_scores(model, tok):
         n = values["sample_len"]
         for metric, score in values.items():
             if isinstance(score, float) and "_stderr" not in metric:
-                error = values.get(metric.replace(",", "_stderr,"))     # "N/A" of one question; 0 of all right
+                error = values.get(metric.replace(",", "_stderr,"))     # "N/A" for one question; 0 if all are right
                 half = t_quantile(n - 1) * error if isinstance(error, float) and error else math.nan
                 rows.append(result(
                     task, metric, n, score, (score - half, score + half), shots=found["n-shot"].get(task)))
@@ -389,7 +389,7 @@ def table_md(rows):
 
 def contents(path):
     """
-    The documents of a file of text or of rows, a list of (group, text), its questions with choices, and those without.
+    The contents of a file of text or of rows: documents (group, text), questions with choices, and questions without.
 
     ValueError if there is no such file, and for a row without text or question.
     """

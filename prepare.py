@@ -1,11 +1,11 @@
 """
 Files -> token shards for train.py, and a report of all kept and removed documents.
 
-    read         text, HTML, lists, tables, parquet; here, on the hub, in a store; packed or not (engine/readers.py)
-    sift         may one train on it: robots.txt, licence (corpus/robots.py); is it worth it (corpus/rules.py)
-    judge        was the same text, or nearly the same, there before (corpus/dedup.py)
-    order        by a hash of the id; train or validation by a hash of the text, so that each text is on one side in
-                 whatever is joined later, and a new file moves no other document
+    read         text, HTML, JSON, tables, parquet; local, hf://, s3://; compressed or not (engine/readers.py)
+    sift         opt-outs (corpus/robots.py), licences and quality (corpus/rules.py)
+    judge        duplicates and near-duplicates of earlier documents (corpus/dedup.py)
+    order        by a hash of the id; train or validation by a hash of the text, so that equal texts are on one side in
+                 all data folders, and a new file moves no other document
     tokenize     <s> text </s>, personal data as <email-pii>, <ip-pii>, <iban-pii> (corpus/pii.py)
     account      documents in = kept + removed for a reason: documents.parquet, report.md (corpus/ledger.py)
 
@@ -17,11 +17,11 @@ $ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --t
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=4e9 --out=data/edu
 $ python prepare.py "hf://datasets/epfml/FineWeb2-HQ/deu_Latn/*.parquet" --max_bytes=4e9 --out=data/deu-hq
 
-The last one is, by its card, the best tenth of FineWeb-2. On files with a column of scores (FineWeb-Edu: score)
+FineWeb2-HQ is, by its card, the best tenth of FineWeb-2. On files with a column of scores (FineWeb-Edu: score)
 --score_field=score --keep_top=0.33 keeps the best third of each language. The stages are in corpus/stages.py.
 
-Memory does not grow with the text: 52 bytes a document, 164 with near-duplicates; on disk it takes three times the
-text while it runs. After a kill the same command resumes. The bytes do not depend on the number of workers.
+Memory does not grow with the length of the texts: 52 bytes per document, 164 with near-duplicates. A run needs disk
+space for three times the text. After a kill the same command resumes. The output is byte-identical for any --workers.
 """
 
 import codecs
@@ -51,54 +51,54 @@ from engine.readers import CONVERTERS, files_of, find, matches
 
 paths = []                  # files, folders, globs, hf:// s3://: text, .html, .json(l), tables, .parquet; none: stdlib
 out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
-tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json | a model's folder; "" = train_bpe
-train_bpe = 4096            # size of a BPE vocabulary trained on the documents, where no tokenizer is named
-val_share = 0.04            # of the documents, by a hash of...
-split_by = ""               # ...their text | id; "" = text, and id for the stdlib, whose published figures are by id
-shard_tokens = 100_000_000  # tokens a shard at most
+tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json | a model's folder; "" = train one
+train_bpe = 4096            # ids of the BPE vocabulary that is trained on the documents if no tokenizer is named
+val_share = 0.04            # share of the documents for validation, chosen by a hash (split_by)
+split_by = ""               # hash for that: text | id; "" = text, but id for the stdlib, as its published figures need
+shard_tokens = 100_000_000  # maximum tokens per shard
 # the input
 text_field = "text"         # the column or field that holds the text
-encoding = ""               # of the files, like latin-1 or utf-16; "" = UTF-8
+encoding = ""               # encoding of the files, like latin-1 or utf-16; "" = UTF-8
 source_by = ""              # a set of shards for each value of this column (language, license) or each "file"; "" = one
-detect_language = 0.0       # of documents that do not say, by py3langid, from this probability on, like 0.9; 0 = off
-default_language = ""       # of documents that do not say (columns language or lang)
-default_license = ""        # of documents that do not say (column license)
+detect_language = 0.0       # set missing languages by py3langid if the probability is at least this, like 0.9; 0 = off
+default_language = ""       # language of documents without one (columns language or lang)
+default_license = ""        # licence of documents without one (column license)
 max_bytes = 0.0             # stop reading when this much text is kept; 0 = read all. A token is 3 to 5 bytes
-# may one train on it (corpus/robots.py); reservations on the page itself always count
+# opt-outs (corpus/robots.py); those on the page itself always count
 robots = ""                 # store of robots.txt: a folder, .jsonl(.gz .zst) or .parquet of domain, content
-blocked = ""                # list of blocked domains
-reservations = ""           # store of tdmrep.json and ai.txt: a folder, .jsonl, .parquet
+blocked = ""                # file of blocked domains: one a line, or .jsonl or .parquet with a column domain
+reservations = ""           # store of tdmrep.json and ai.txt: a folder, .jsonl or .parquet of domain, file, content
 missing = "allow"           # a host without robots.txt: allow (Apertus) | deny
-agents = ""                 # file of agents, one a line; "" = the 15 of Apertus
-agents_no_star = False      # only opt-outs that name an AI agent, not those for everybody
-keep_licenses = ""          # only these, with commas between
-pii = True                  # replace e-mail and IP addresses and IBANs...
-pii_in_code = False         # ...in .py files and documents of language "code" too; Apertus left code as it is
-# is it worth it (corpus/rules.py)
-heuristics = ""             # rules about text: gopher,repetition,c4,fineweb, few-words:20, a folder of FineWeb-2's
-keep_languages = ""         # only these, with commas between
-min_chars = 0               # of a document
-max_chars = 0               # 0 = any
-min_tokens = 0              # of a document, its begin and end included: needs a --tokenizer
-max_tokens = 0              # 0 = any
-score = ""                  # FILE.py with a function score(text) -> number
-score_field = ""            # column of a quality score (with --score: its own), of which...
-keep_top = 0.33             # ...this share of each language is kept
-max_field = ""              # column of a score like toxicity, which must be below...
-max_value = "apertus"       # ...this: a number, deu_Latn:0.9977,*:0.99 by language, or apertus = its thresholds
+agents = ""                 # file of the user agents whose opt-outs count, one a line; "" = the 15 of Apertus
+agents_no_star = False      # count only opt-outs that name an AI agent, not those for all agents (*)
+keep_licenses = ""          # keep only these licences, separated by commas
+pii = True                  # replace e-mail addresses, IP addresses and IBANs by tokens
+pii_in_code = False         # replace them also in documents of language "code", such as .py files; Apertus did not
+# quality (corpus/rules.py)
+heuristics = ""             # rules about text: gopher,repetition,c4,fineweb,few-words:20,FOLDER of FineWeb-2's limits
+keep_languages = ""         # keep only these languages, separated by commas
+min_chars = 0               # minimum characters of a document
+max_chars = 0               # maximum characters of a document; 0 = no limit
+min_tokens = 0              # minimum tokens of a document, <s> and </s> included; needs a --tokenizer
+max_tokens = 0              # maximum tokens of a document; 0 = no limit
+score = ""                  # FILE.py with a function score(text) -> number, for keep_top
+score_field = ""            # column of a quality score, for keep_top; ignored with score
+keep_top = 0.33             # with score or score_field: keep this best share of each language
+max_field = ""              # column of a score like toxicity, which must be below max_value
+max_value = "apertus"       # threshold of max_field: a number, deu_Latn:0.9977,*:0.99, or apertus (toxicity)
 keep_rate = ""              # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
-seed = 42                   # of that choice
-dedup = True                # of equal texts keep the first
-known = ""                  # another data folder, to --join later: its texts are duplicates here
-near_dedup = 0.0            # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
-decontaminate = ""          # evaluation prompts: .jsonl with prompt, question or text, or one a line
+seed = 42                   # seed of keep_rate
+dedup = True                # keep only the first of equal texts
+known = ""                  # a data folder to --join later: texts that it has are removed here, as duplicates
+near_dedup = 0.0            # keep only the first of similar texts, from this similarity on (FineWeb: 0.72); 0 = off
+decontaminate = ""          # remove documents with these prompts: .jsonl with prompt, question or text, or one a line
 # documents to delete (corpus/withdraw.py)
-remove = ""                 # ids, URLs, hosts, one a line; .jsonl; a newer robots store
+remove = ""                 # file of documents to delete from --out: ids, URLs, hosts; .jsonl; a newer robots store
 # memorisation probes
-probes = ""                 # passages to plant: .jsonl with text, or one a line
-repetitions = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # how often: passages are dealt out to these; 0 = never, to compare
-# how
-workers = 0                 # processes; 0 = one a core
+probes = ""                 # file of passages to plant: .jsonl with text, or one a line
+repetitions = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # copies: each passage gets one of these numbers; 0 = none, to compare
+# the run
+workers = 0                 # worker processes; 0 = one per core
 dry_run = False             # print the report, write nothing
 strict = False              # stop at the first file, line or URL that cannot be read
 
@@ -113,7 +113,7 @@ def main():
     if remove and (paths or dry_run):
         raise ValueError(f"--remove deletes documents of --out={out} and reads no other file: leave "
                          f"{paths[0] if paths else '--dry_run'} out")
-    # withdraw() has better words for a joined folder.
+    # With --remove any folder is accepted here: withdraw() has the better message for a joined one.
     with building(choose_out(), [remove] if remove else inputs(), None if remove else False) as (final, tmp):
         if remove:
             withdraw(remove, out, final, tmp)
@@ -122,7 +122,7 @@ def main():
 
 
 def choose_out():
-    """The folder to write: files of the user go to data/mine, if they do not say."""
+    """The folder to write. Without --out the user's files go to data/mine."""
     global out
     if paths and not remove and "out" not in globals().get("_asked", ()):
         out = "data/mine"
@@ -136,7 +136,7 @@ def inputs():
 
 
 def prepare(final, tmp):
-    """From files to the data folder `final`. tmp: its work folder, as building() gives it."""
+    """Make the data folder `final` from the files. tmp: its work folder, as building() gives it."""
     began = time.time()
     work = begin(tmp / "work", began)
     for name in stages.STAGES:
@@ -151,7 +151,7 @@ def prepare(final, tmp):
 
 
 def begin(folder, began):
-    """Write work/plan.json, or find it as a killed run left it. Another run's work is removed. Returns the Work."""
+    """Write work/plan.json, and keep a killed run's work if it has the same key. Returns the Work."""
     if not dry_run and os.path.exists(f"{out}/documents.parquet") and withdrawn_entries(out)[0]:
         raise ValueError(f"{out} has withdrawn documents, which its files may bring back: choose another --out, and "
                          "--remove them there too")
@@ -174,12 +174,12 @@ def begin(folder, began):
         empty(folder.parent)
         folder.mkdir()
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    # Written anew: the rest of a --dry_run may be a run.
+    # Written anew, since a run may resume the work of a killed --dry_run.
     write_json(path, dict(asked, key=key, files=found, ignored=ignored, began=began, command=command))
     stages.work_of.cache_clear()
     work = stages.work_of(folder)
     work.data.mkdir(exist_ok=True)
-    # Loaded here, tables are shared by all workers, and a setting that makes no sense ends the run before it starts.
+    # Loaded here, so that all workers share the tables, and an invalid setting ends the run before it starts.
     work.rules
     return work
 
@@ -199,7 +199,7 @@ def key_of(asked, files):
         f"{ROOT}/tokenizer.py",
         *(file["path"] for file in files),
     ]
-    # Without names that are no file on this machine: s3://, or a setting that is off.
+    # Skip names that are no file on this machine: s3://, or a setting that is off.
     local = [path for name in named for path in files_of(name) if os.path.isfile(path)]
     return sha256_of([decides, files, [(path, os.path.getsize(path), os.path.getmtime(path)) for path in local]])
 
@@ -211,7 +211,7 @@ def standard_library():
 
 
 def check_settings():
-    """ValueError for a setting that makes no sense. Work.rules checks the others."""
+    """ValueError for a setting that is not valid. Work.rules checks the others."""
     if not out:
         raise ValueError("--out is empty: name a folder")
     for name, least in dict(shard_tokens=1, workers=0, max_bytes=0, min_chars=0, max_chars=0, min_tokens=0,
@@ -230,7 +230,7 @@ def check_settings():
     if missing == "deny" and not robots:
         raise ValueError("missing=deny drops hosts without a robots.txt: name a store of them with --robots")
     if not 0 <= val_share < 1:
-        raise ValueError(f"val_share={val_share}: want a part of 1, like 0.04")
+        raise ValueError(f"val_share={val_share}: want a share from 0 to below 1, like 0.04")
     if split_by not in ("", "text", "id"):
         raise ValueError(f"split_by={split_by!r}: want text, id, or nothing")
     if known and not dedup:
@@ -239,7 +239,7 @@ def check_settings():
         raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} need a vocabulary: name one, such as "
                          "--tokenizer=apertus")
     if not 0 <= detect_language <= 1:
-        raise ValueError(f"detect_language={detect_language}: want a probability like 0.9, from which one is believed")
+        raise ValueError(f"detect_language={detect_language}: want a probability from 0 to 1, such as 0.9")
     if detect_language:
         identifier()
 
@@ -249,12 +249,12 @@ def check_settings():
 
 
 def local_stage(name, work):
-    """Do all pieces of a stage in processes of this machine. With --max_bytes sifting ends when these are kept."""
+    """Do all pieces of a stage in processes of this machine. Sifting ends when --max_bytes of text are kept."""
     pieces, enough = work.pieces(name), max_bytes
     alone = pieces == 1 or name != "check" and work.bytes_until[-1] <= SMALL
     done = each(name, range(pieces), work.folder, 1 if alone else processes())
     for number in tqdm(done, name, pieces, unit="piece", disable=None, leave=False):
-        # The text that is sifted; a part of it may be duplicates.
+        # Enough text is sifted, but part of it may be duplicates: count without them.
         if name == "sift" and 0 < enough <= work.bytes_until[number]:
             if stages.groups_needed(work, number + 1):
                 return
@@ -262,7 +262,7 @@ def local_stage(name, work):
 
 
 def processes():
-    """How many: one for each core that this process may use."""
+    """The number of worker processes: --workers, or one for each core that this process may use."""
     return workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -281,7 +281,7 @@ def each(name, numbers, folder, workers):
             try:
                 future.result()
             except (ValueError, OSError, ModuleNotFoundError) as error:
-                raise error.with_traceback(None) from None     # as from here: the user's mistake, one line
+                raise error.with_traceback(None) from None     # as if raised here: a user's mistake is one line
             yield number
     except BrokenProcessPool:
         raise OSError("a worker process was killed, most likely for want of memory: try fewer --workers") from None
@@ -290,7 +290,7 @@ def each(name, numbers, folder, workers):
 
 
 def end_with_the_main_process():
-    """In a worker: end when the main process does. After kill -9 it would wait for work for ever."""
+    """In a worker: end when the main process does. After kill -9 of that one it would wait for work for ever."""
     # Ctrl-C is for the main process, which ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

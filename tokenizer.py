@@ -13,10 +13,10 @@ expression, start from single bytes, and keep joining the two neighbours whose u
     bpe:FILE    a tokenizer.json: trained on your own text by train_bpe, or of a model       vocab_size as you say
 
 Text produces only seven control tokens: the three placeholders for personal data and four LaTeX pieces. `</s>` or
-`<|user_start|>` in a web page is text about tokens. It is spelled out in ordinary pieces, so no document can end
-itself and no user can speak as the assistant. Conversations: chat.py.
+`<|user_start|>` in a web page is spelled out in ordinary pieces, so no document can end itself and no user can speak
+as the assistant. Conversations: chat.py.
 
-There is one format of vocabulary files, Hugging Face's tokenizer.json: in data folders, in run folders, in models.
+All vocabulary files have one format, Hugging Face's tokenizer.json: in data folders, in run folders, in models.
 
 Source: Apertus report (arXiv 2509.14233) sec. 2.2; ids as in swiss-ai/Apertus-8B-2509's tokenizer.json.
 
@@ -43,7 +43,7 @@ from configurator import ROOT, attached, run
 from engine.files import read_json, read_text, write_json
 
 name = "apertus"    # the vocabulary: one of the above, or a data or run folder that has one
-paths = []          # texts whose pieces are shown
+paths = []          # texts to encode: their pieces and ids are printed
 
 # How text is cut before bytes are joined, as in Mistral-Nemo: words with at most one leading mark, cut again before a
 # new capital; single digits; punctuation; line breaks.
@@ -69,7 +69,7 @@ IN_TEXT = NAMED[14:18] + NAMED[36:39]
 
 
 def padded(names, n):
-    """{name: id} of n control tokens: `names`, and others that are free for your own use."""
+    """{name: id} of n control tokens: `names`, then <SPECIAL_i>, which are free for your own use."""
     more = [f"<SPECIAL_{i}>" for i in range(len(names), n)]
     return dict(zip(names + more, range(n)))
 
@@ -97,7 +97,7 @@ class Tokenizer:
         in_text           the control tokens that ordinary text can produce
         hash              sha256 of everything that decides an id: equal for data and model when their ids agree
         system            the default system message of a conversation; None: that of chat.py
-        foreign           why the model's conversations are not those of chat.py, or ""
+        foreign           why chat.py cannot write the model's conversations, or ""
 
     ids: of the pieces, rising; None: directly after the control tokens. ends: the names of bos, eos and pad.
     """
@@ -142,8 +142,8 @@ class Tokenizer:
 
     def decode_bytes(self, ids):
         """
-        The bytes of a list or array of ids. Control tokens give their names. Unused ids (padding rows of the embedding)
-        give nothing, as in transformers. ValueError: an id outside the vocabulary.
+        The bytes of a list or array of ids. Control tokens decode to their names, unused ids (padding rows of the
+        embedding) to nothing, as in transformers. ValueError: an id outside the vocabulary.
         """
         ids = [int(i) for i in ids]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
@@ -176,8 +176,8 @@ class Tokenizer:
         """
         The text of chat.marked -> (ids, said), two lists: said[i] is True where the assistant itself produces ids[i].
 
-        The text between two control tokens is encoded as one, as in the published tokenizer, also where the speaker
-        changes: a token across that border belongs to the speaker who begins it.
+        The text between two control tokens is encoded in one piece, as by the published tokenizer, even if the speaker
+        changes in it: a token across that border belongs to the speaker who begins it.
         """
         chat = attached("chat")
         if OUTPUT in self.special and chat.MARKS["<|tools_prefix|>"] in text:
@@ -189,8 +189,8 @@ class Tokenizer:
                 ids.append(self.id_of(chat.NAMES[part]))
                 said.append(turn % 2 == 1)
                 continue
-            texts = re.split(f"[{chat.BEGIN}{chat.END}]", part)       # the speaker changes between any two
-            by_assistant = [n % 2 == 1 for n, words in enumerate(texts, turn) for _ in words]   # of each character
+            texts = re.split(f"[{chat.BEGIN}{chat.END}]", part)       # the speaker changes after each
+            by_assistant = [n % 2 == 1 for n, words in enumerate(texts, turn) for _ in words]   # for each character
             turn += len(texts) - 1
             new = self.encode("".join(texts))
             _, begins = self._bpe.decode_with_offsets(new)
@@ -199,7 +199,7 @@ class Tokenizer:
         return ids, said
 
     def check_chat(self):
-        """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
+        """ValueError, one line, if chat.py cannot write this model's conversations."""
         if self.foreign:
             raise ValueError(self.foreign)
         for name in CHAT:
@@ -245,7 +245,7 @@ def load_for(folder):
 
 
 def beside(folder, file):
-    """The object in a JSON file of a folder; {} if there is none."""
+    """The object in a JSON file of a folder; {} if the file is missing."""
     path = f"{folder}/{file}"
     return read_json(path) if os.path.isfile(path) else {}
 
@@ -264,7 +264,7 @@ def tekken():
 
 
 def without_long_runs(text):
-    """Cut a text inside runs of 100,000 white spaces, of which the regular expression overflows."""
+    """Cut a text into pieces without longer runs of white space than 100,000, on which the regular expression fails."""
     return re.split(r"(\s{100000})", text)
 
 
@@ -272,9 +272,9 @@ def train_bpe(texts, vocab_size, path):
     """
     Learn a vocabulary of `vocab_size` ids, the 64 control tokens included, from an iterable of str; write it to `path`.
 
-    It cuts text as Apertus does and differs in its training text alone. 4,096 ids trained on the standard library put
-    3.78 bytes of unseen files into a token; apertus:4096 puts 3.00 and apertus 4.33. Returns the Tokenizer, with fewer
-    ids where the texts have fewer repetitions. ValueError: vocab_size below 320.
+    It cuts text as Apertus does; only the training text differs. On unseen files, 4,096 ids trained on the standard
+    library encode 3.78 bytes per token; apertus:4096 3.00 and apertus 4.33. Returns the Tokenizer, with fewer ids if
+    the texts have too few repetitions. ValueError: vocab_size below 320.
     """
     if vocab_size < 256 + len(SMALL):
         raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 64 special ids are 320")
@@ -309,7 +309,7 @@ FRAME = """{
     "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
     "model": {"type": "BPE", "ignore_merges": true}
 }""".replace("PATTERN", json.dumps(PATTERN))
-EXACT = dict.fromkeys("single_word lstrip rstrip".split(), False)    # an added token as it stands, nothing around it
+EXACT = dict.fromkeys("single_word lstrip rstrip".split(), False)    # how an added token matches: anywhere, and alone
 SETTINGS = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False, padding_side="left")
 ENDS = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 TEMPLATE = "chat_template.jinja"
@@ -322,7 +322,7 @@ def hf_files(tok):
     {file name: its content, for JSON}, from which transformers.AutoTokenizer makes the same ids.
 
     transformers also turns a control token that is spelled out in a text into that token, unless called with
-    split_special_tokens=True. The chat template is there if the model has conversations.
+    split_special_tokens=True. The chat template is included if chat.py can write the model's conversations.
     """
     names = {i: s for s, i in tok.special.items()}
     ends = {end: names[i] for end, i in zip(ENDS, (tok.bos, tok.eos, tok.pad))}
@@ -345,7 +345,7 @@ def hf_files(tok):
 
 
 def write_bpe(tok, path):
-    """Write a vocabulary as one file, all or nothing. The ends of its texts must have Apertus' names."""
+    """Write a vocabulary as one file, all or nothing. It does not name bos, eos and pad: they must be Apertus'."""
     write_json(path, hf_files(tok)["tokenizer.json"])
 
 
@@ -372,13 +372,13 @@ def read_bpe(path):
     """
     The Tokenizer in a tokenizer.json, with the tokenizer_config.json, config.json and chat template next to it, if any.
 
-    Every id is the stored one, also of tokens that were added behind the vocabulary. ValueError, one line, for a file
-    from which transformers would make other ids of a text.
+    Every id is the stored one, also of tokens that were added behind the vocabulary. ValueError, one line, if
+    transformers would encode a text to other ids.
     """
     folder = os.path.dirname(path) or "."
     settings, config = beside(folder, "tokenizer_config.json"), beside(folder, "config.json")
-    # Apertus 1.5 has the ids of pictures and sound behind those of text, and has given the names of two control tokens
-    # to others, whose ids it keeps.
+    # Apertus 1.5 has the ids of pictures and sound behind those of text. It has moved the names <think> and </think>
+    # from ids 32 and 33 to 69 and 70, which are control tokens although they are not among its added tokens.
     most = (config.get("text_config") or {}).get("output_vocab_size") or math.inf
     renamed = {"<think>", "</think>"}
     byte = {c: bytes([b]) for b, c in letters().items()}
@@ -395,18 +395,18 @@ def read_bpe(path):
         raise ValueError(f"{path} is not a byte-level BPE like Apertus'; if an older version of this program wrote it, "
                          "prepare the data again") from None
     control = {s for s in added.keys() | vocab.keys() & renamed if id_of[s] < most}
-    # Ordinary text may become a token that a file does not call special, but never one of the chat format.
+    # Ordinary text can produce added tokens that are not special, but of Apertus' control tokens only IN_TEXT.
     in_text = {s for s in control & added.keys() if s in IN_TEXT or not (s in SPECIAL or added[s].get("special"))}
 
     frame = json.loads(FRAME)
     own = {key: value for key, value in model.items() if value and key not in ("unk_token", "fuse_unk")}
-    # The normalizer of 1.5 makes a control token of a typed <think>, and nothing of <answer>: here both stay text.
+    # The normalizer of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text.
     normalizer = json.dumps(saved.get("normalizer"))
-    # transformers keeps the ids of the vocabulary, and numbers new tokens itself, on from its end.
+    # transformers keeps the ids of the vocabulary, and numbers all other added tokens itself, from its end on.
     there = [*vocab.items(), *zip([s for s in added if s not in vocab], itertools.count(len(vocab)))]
     there += [(token["content"], int(i)) for i, token in settings.get("added_tokens_decoder", {}).items()]
     moved = [s for s, i in there if id_of.get(s) != i]
-    # Of two tokens that begin alike transformers takes the longer one, tiktoken any.
+    # If one token begins like another, transformers takes the longer one, tiktoken either.
     odd = [s for s in in_text if any(map(added[s].get, EXACT))
            or any(t != s and (t.startswith(s) or s.startswith(t)) for t in added)]
     faults = {
@@ -423,10 +423,10 @@ def read_bpe(path):
             raise ValueError(f"{path}: {fault}: this program would make other ids of a text than transformers does")
 
     # {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>.
-    # Their conversations have the ids of Apertus' chat tokens, without the names.
+    # Their conversations use the ids of Apertus' chat tokens, but not the names.
     mini = [*map(id_of.get, RESERVED)] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
     names = dict(zip(RESERVED, CHAT)) if mini else {}
-    # By name, never by a number of config.json: that of a Mini says pad_token_id 3.
+    # By name, not by the ids in config.json: a Mini's says pad_token_id 3, which is [INST].
     ends = [settings.get(key) or usual for key, usual in ENDS.items()]
     ends = [end["content"] if isinstance(end, dict) else end for end in ends]
     special = {names.get(s, s): id_of[s] for s in sorted(control, key=id_of.get)}
@@ -437,8 +437,8 @@ def read_bpe(path):
     return tok
 
 
-# The published templates that write the same as chat.py: sha256, tokens, and the system message of a conversation that
-# has none; None: that of chat.py.
+# The published templates whose conversations chat.py can write: (sha256, or tokens by which they are known, system
+# message of a conversation that has none; None: that of chat.py).
 OUTPUT = "<|tool_output_start|>"
 FORMATS = (
     ("", [OUTPUT],
@@ -452,7 +452,7 @@ FORMATS = (
 def chat_format(folder, template):
     """
     (the system message of a conversation that has none, or None for that of chat.py; why chat.py cannot write this
-    model's conversations, or ""). A template is a program: it is not rendered, but known by its hash or its tokens.
+    model's conversations, or ""). A template is a program: it is not rendered, but recognised by its hash or tokens.
     """
     if not template and os.path.isfile(f"{folder}/{TEMPLATE}"):
         template = read_text(f"{folder}/{TEMPLATE}")
@@ -463,7 +463,7 @@ def chat_format(folder, template):
         if sha == known or all(token in template for token in tokens):
             return system, ""
     return None, (f"{folder} has a chat template that is not Apertus' (sha256 {sha[:16]}): its conversations may have "
-                  "another form. If you know that they have Apertus', take a copy of the folder without it")
+                  "another form. If you know that they have Apertus' form, use a copy of the folder without it")
 
 
 def main():

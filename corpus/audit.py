@@ -1,15 +1,15 @@
 """
-Ask a data folder: do its files hold what its report says, is a document in it, and at which steps did a run read it?
+Check a data folder: do its files match its report, is a document in it, and at which steps did a run read it?
 
-$ python -m corpus.audit data/mine                                    # hashes, documents and tokens, from the files
-$ python -m corpus.audit data/mine --find=https://example.org/page    # an id, a URL, a text, or a file with one
+$ python -m corpus.audit data/mine                                    # recompute hashes, documents and tokens
+$ python -m corpus.audit data/mine --find=https://example.org/page    # an id, a URL, a text, or a text file
 $ python -m corpus.audit data/mine --find=letter.txt --when=out/mine  # the steps at which a run read it
 
-All answers come from documents.parquet (corpus/ledger.py) and the shards. --when needs no record of the run: the order
-of training is a function of seed and step (data.py), whatever the number of ranks and however often it was resumed.
+All answers come from documents.parquet (corpus/ledger.py) and the shards. --when needs no log of the samples: the order
+of training is a function of seed and step (data.py), for any number of ranks and of resumes.
 """
 
-import corpus  # first: corpus.py says how to start a tool that was started by its path
+import corpus  # first: a script started by its path stops here, with the right command (corpus/corpus.py)
 
 import os
 
@@ -26,9 +26,9 @@ from engine.plot import entries
 from engine.runs import settings_of
 
 paths = []                          # data folders; none: data/stdlib
-find = ""                           # an id, a URL, a text, or a file that holds one: is it in there?
-similarity = 0.72                   # from which another text counts as nearly the same (as near_dedup)
-when = ""                           # with find: a run folder of train.py
+find = ""                           # a document to find in them: an id, a URL, a text, or a text file
+similarity = 0.72                   # MinHash similarity from which a document is a near-duplicate of find
+when = ""                           # with find: a run folder of train.py; prints the steps that read the document
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ when = ""                           # with find: a run folder of train.py
 
 def verify(folder):
     """
-    Count again from the files: the sha256 and the begins of documents in each shard against the ledger, the ledger
-    against the report. ValueError, one line, at the first difference. Returns (meta.json, report.json).
+    Compare the files: the sha256 of each shard with meta.json, the begins of its documents with the ledger, the sums of
+    the ledger with report.json. ValueError at the first difference. Returns (meta.json, report.json).
     """
     meta, report = described(folder)
     rows = pyarrow.concat_tables(ledger(folder, ["shard", "offset", "tokens"])).drop_null()
@@ -48,11 +48,11 @@ def verify(folder):
     for shard in tqdm(shards_of(meta), "shards", unit="shard", disable=None, leave=False):
         path = os.path.join(folder, shard["file"])
         if sha256(path) != shard["sha256"]:
-            raise ValueError(f"{path} is not what prepare.py wrote: another sha256")
+            raise ValueError(f"{path} has changed since prepare.py wrote it: another sha256")
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
         tokens -= len(ids)
         begins = np.flatnonzero(ids == meta["bos"])
-        # A shard in the middle of a long document begins none.
+        # No document begins in a shard that lies inside a long document.
         if sorted(listed.pop(shard["file"], [])) != begins.tolist():
             raise ValueError(f"{path}: its documents do not begin where documents.parquet says")
     if tokens or listed:
@@ -69,14 +69,14 @@ def verify(folder):
 
 def find_rows(folder, meta):
     """
-    [(how, row)] of all documents of a folder with this id, URL or text. If no id and no URL is called so, texts of at
-    least five words are compared by MinHash too (+- 0.04 at 0.8).
+    [(how it matches, row)] of all documents of a folder whose id, URL or text is `find`. If no id or URL matches, texts
+    of at least five words are compared by MinHash too (+- 0.04 at 0.8).
     """
     is_file = os.path.isfile(find)
     text = read_text(find).removeprefix("\ufeff") if is_file else find
     if not text.strip():
-        raise ValueError(f"find={find!r} is empty: want an id, a URL, a text, or a file with one")
-    # A file is asked for by its text, whatever its name. Nothing is called "\0".
+        raise ValueError(f"find={find!r} is empty: want an id, a URL, a text, or a text file")
+    # A file is found by its text alone: no id and no URL is "\0".
     name = "\0" if is_file else find
     wanted, found = dict(id=name, url=name, text=fingerprint(text)), []
     for row in rows_of(folder):
@@ -91,7 +91,7 @@ def find_rows(folder, meta):
 
 
 def nearly(folder, meta, signature):
-    """Yield (how, row) of the kept documents with a signature like this one. All tokens are read, at some MB/s."""
+    """Yield (how it matches, row) of kept documents with a similar signature. Reads all tokens, at a few MB/s."""
     import tokenizer
     from data import Stream
 
@@ -130,7 +130,7 @@ def ask(folder):
 
 def steps_of(rows, folder):
     """
-    Yield for each row of the ledger a sentence with the steps at which the run `when` has read that document.
+    For each row of the ledger, yield a sentence with the steps at which the run `when` has read that document.
 
     ValueError: not a run of train.py, or its data have changed since.
     """
@@ -149,7 +149,7 @@ def steps_of(rows, folder):
     for row in rows:
         path = os.path.realpath(f"{folder}/{row['shard']}")
         if row["split"] != "train":
-            yield f"for validation: no step of {when} was trained on it"
+            yield f"for validation: {when} was not trained on it"
             continue
         if path not in theirs:
             raise ValueError(f"{when} has read {config['data']}, not {folder}: ask that folder")

@@ -1,21 +1,21 @@
 """
-prepare.py on many machines: the same stages (corpus/stages.py) on datatrove's executors: this machine, Slurm, Ray.
-Texts may be anywhere that fsspec reads (s3://, gs://, hf://), --out is on a disk that all machines see.
+prepare.py on many machines: datatrove's executors (local, Slurm, Ray) run the same stages (corpus/stages.py). Texts may
+be anywhere that fsspec reads (s3://, gs://, hf://); --out must be on a disk that all machines share.
 
 $ pip install datatrove==0.10.1
 $ python -m corpus.cluster texts/ --out=data/mine --tokenizer=apertus --tasks=4
 $ python -m corpus.cluster "hf://datasets/HuggingFaceFW/fineweb-edu/sample/*/*.parquet" --out=data/edu \\
       --tokenizer=apertus --near_dedup=0.72 --tasks=2000 --executor=slurm --partition=cpu
 
-All settings of prepare.py are settings here, and the result is the same to the byte. --workers is the number of tasks
-at a time; 0 = one a core on this machine, all elsewhere. Checking, sifting, tokenizing and cutting are shared by the
-tasks. One task judges duplicates: 52 bytes of memory a document, 164 with near-duplicates, so 1 TB of web pages (300
-million documents) needs 16 or 50 GB on one machine.
+All settings of prepare.py are settings here, and the result is byte-identical. --workers is the number of tasks that
+run at a time; 0 = one per core with the local executor, all tasks with the others. Many tasks share checking, sifting,
+tokenizing and cutting. A single task finds duplicates, with 52 bytes of memory per document, 164 with near-duplicates:
+1 TB of web pages (300 million documents) needs 16 or 50 GB on one machine.
 
-After a kill the same command resumes with the tasks that are not done; datatrove's logs are in OUT.tmp/work/logs.
+After a kill the same command resumes with the unfinished tasks; datatrove's logs are in OUT.tmp/work/logs.
 """
 
-import corpus  # first: corpus.py says how to start a tool that was started by its path
+import corpus  # first: a script started by its path stops here, with the right command (corpus/corpus.py)
 
 import os
 import sys
@@ -28,12 +28,12 @@ from corpus import stages
 from corpus.folder import building, clear, publish
 from engine.files import read_json
 
-tasks = 4                   # of the stages that read: some GB of text each
-parts = 4                   # of the stages that write tokens and shards
+tasks = 4                   # tasks that share checking and sifting: a few GB of text each
+parts = 4                   # tasks that share tokenizing and writing shards
 executor = "local"          # local | slurm | ray
-partition = ""              # of Slurm
-hours = 20                  # of Slurm, for a task at most
-gb = 8                      # memory of a task, for Slurm and Ray
+partition = ""              # Slurm: the partition
+hours = 20                  # Slurm: time limit of a task
+gb = 8                      # Slurm and Ray: memory of a task
 
 
 def main():
@@ -51,7 +51,7 @@ def main():
         try:
             last.run()
         except ValueError as e:
-            raise ValueError(*e.args) from None             # the user's mistake, one line
+            raise ValueError(*e.args) from None             # a user's mistake: one line, no traceback
         except Exception as e:
             raise OSError(f"{e}; {tmp}/work/logs say more") from None
         if executor != "slurm":
@@ -64,9 +64,9 @@ def main():
 
 
 def executor_of(name, final, tmp, before):
-    """datatrove's executor for a stage. before: that of the stage before."""
+    """datatrove's executor for a stage. before: the executor of the stage before, which must finish first."""
     n = dict(check=tasks, scores=tasks, sift=tasks, tokens=parts, cut=parts).get(name, 1)
-    # Slurm's jobs outlive this process, so the last one puts the folder in its place.
+    # Slurm's jobs outlive this process, so the last job publishes the folder.
     publishes = executor == "slurm" and name == "account"
     step = partial(stages.do_share, name, final if publishes else None, tmp)
     options = dict(pipeline=[step], tasks=n, logging_dir=f"{tmp}/work/logs/{name}", depends=before)

@@ -1,7 +1,7 @@
 """
-How to start a tool of this room: as a module, from the project's root.
+Print how to start a tool of this folder: as a module, from the project's root.
 
-`python corpus/audit.py` looks for modules in this folder instead of the root, and so takes this file for `corpus`.
+`python corpus/audit.py` searches this folder for modules instead of the root, so its `import corpus` runs this file.
 """
 
 import sys

@@ -4,7 +4,7 @@ Find duplicates of documents, and documents that contain an evaluation prompt.
     exact duplicates     equal 64-bit hashes of the text after Unicode NFC, with white space collapsed
     near-duplicates      MinHash over 5-word shingles: two signatures agree at a place with a probability of
                          |A and B| / |A or B|, the Jaccard similarity of the two sets of shingles
-    contamination        a document shares an 8-gram with an evaluation prompt, and then half of the prompt
+    contamination        a document shares an 8-gram with an evaluation prompt, and around it half of the prompt
 
 A hash depends on the text alone and must not change between versions, because a corpus is compared with older ones.
 Which duplicate stays depends on the order of the input, never on the number of workers. Sources: Apertus report (arXiv
@@ -23,12 +23,12 @@ import numpy as np
 
 from engine.readers import rows_of
 
-# Near-duplicates are judged by this many characters of a document.
+# Only this many characters at the start of a document count for near-duplicates.
 LONG = 1_000_000
 # Longer texts are read in pieces, to bound the memory. A piece ends before white space if there is any near.
 PIECE = re.compile(r".{1,1000000}(\S{0,999}(?=\s))?", re.DOTALL)
 
-# Letters: n texts; N bytes or words of all texts, one text after the other.
+# Letters: n texts; N bytes or words of all texts, concatenated.
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -54,10 +54,10 @@ def fingerprint(text):
 # ----------------------------------------------------------------------------------------------------------------------
 # words and n-grams as numbers
 
-# These draws must never change. The first 224 of this generator belonged to an older implementation of MinHash.
+# These draws must never change. The generator skips 224 draws, which an older implementation of MinHash used.
 _rng = np.random.default_rng(np.random.PCG64(0).advance(224))
 # The hash of a word is a sum over its bytes: a random number for the byte times another for its place in the word.
-# A byte that is in no word has the number 0.
+# Bytes that are never part of a word have the number 0.
 _BYTE = _rng.integers(1, 2**32, 256, dtype=np.uint32)
 _BYTE[list(re.sub(rb"\w", b"", bytes(range(128))) + b"\xff")] = 0
 _PLACE = _rng.integers(0, 2**32, 256, dtype=np.uint32) | 1
@@ -72,8 +72,8 @@ def words(texts):
     Hash the words of n texts, without case and punctuation: uint64 (N,), and where each text ends, int64 (n,).
 
     Equal words have equal hashes. Each Chinese or Japanese character is a word, and so is each character beyond ASCII
-    of a run of over 60 bytes without spaces, as in Thai. Call it with some 300 kB of text: a single page takes four
-    times as long per byte, because the time goes to the number of numpy calls.
+    of a run of over 60 bytes without spaces, as in Thai. Call it with about 300 kB of text: a single page takes four
+    times as long per byte, because the overhead of the numpy calls dominates.
     """
     # The byte 255, which UTF-8 never uses, ends each text and is in no word.
     joined = b"".join(text.lower().encode("utf-8", "replace") + b"\xff" for text in texts)
@@ -93,7 +93,7 @@ def words(texts):
     # The place of each byte in its word, modulo 256.
     at = np.arange(len(raw), dtype=np.int32)
     place = at - np.maximum.accumulate(at * begin) & 255
-    # Sums of 32 bits are twice as fast as sums of 64; the product spreads them over 64.
+    # 32-bit sums are twice as fast as 64-bit sums; the multiplication spreads them over 64 bits.
     sums = np.add.reduceat(hashes * _PLACE.take(place), starts, dtype=np.uint32)
     sums ^= sums >> 15
     return sums.astype(np.uint64) * _GOLDEN, np.searchsorted(starts, ends)
@@ -108,7 +108,7 @@ def ngrams(ids, n):
     runs = ngrams(ids, n - first)
     right = runs[first:]
     left = (ids if n % 2 else runs)[:len(right)]
-    # The constant makes the order of the two count.
+    # The constant makes the hash depend on the order of the two.
     return _mix(left * 0xD6E8FEB86659FD93 ^ right)
 
 
@@ -140,7 +140,7 @@ def signatures(ids, ends):
 
 def bands_of(threshold):
     """
-    (bands, rows): how many keys a signature has, and of how many places each, for this similarity.
+    (bands, rows) for this similarity: how many keys a signature has, and how many of its places each key covers.
 
     Texts of similarity s share a key with probability 1 - (1 - s^rows)^bands, which is two thirds at the threshold
     (1/bands)^(1/rows). 0.72 gives FineWeb's 14 bands of 8: 65 % at 0.72, 77 % at 0.75, 92 % at 0.80. ValueError for a
@@ -185,12 +185,12 @@ def seen_before(keys):
 
 class Contamination:
     """
-    Find evaluation prompts in texts. A text is contaminated if it shares an 8-gram of words with a prompt, and runs of
-    at least 5 words that both have (difflib) cover half of the prompt.
+    Find evaluation prompts in texts. A text is contaminated if it shares an 8-gram of words with a prompt, and shared
+    runs of at least 5 words (difflib) cover half of the prompt.
 
-    prompts: iterable of str. Those of fewer than 8 words cannot match; ValueError if none has 8. The official code
-    compares tokens, and an error by one makes it miss prompts of exactly 8 and the last 8-gram of each. Source: Apertus
-    report sec. 4.
+    prompts: iterable of str. Prompts of fewer than 8 words cannot match; ValueError if all are so short. The official
+    code compares tokens, and an off-by-one error makes it miss prompts of exactly 8 tokens and the last 8-gram of each
+    prompt. Source: Apertus report sec. 4.
     """
 
     def __init__(self, prompts):
@@ -202,7 +202,7 @@ class Contamination:
                 self.where.setdefault(gram, []).append((number, ids))
         if not self.where:
             raise ValueError("none of the evaluation prompts has 8 words: nothing can be checked")
-        # Does a prompt contain an 8-gram with these upper 22 bits? 4 MB that rules out nearly all of a text.
+        # Whether a prompt has an 8-gram with these upper 22 bits: a table of 4 MB that rules out nearly all of a text.
         self.maybe = np.zeros(1 << 22, bool)
         self.maybe[np.fromiter(self.where, np.uint64) >> 42] = True
 
@@ -225,7 +225,7 @@ class Contamination:
         for hit in np.flatnonzero(self.maybe[grams >> 42]).tolist():
             for number, prompt in self.where.get(int(grams[hit]), ()):
                 size = len(prompt)
-                # Neighbouring 8-grams find the same passage.
+                # Skip neighbouring 8-grams, which find the same passage.
                 if hit < compared.get(number, 0):
                     continue
                 compared[number] = hit + size
@@ -238,7 +238,7 @@ class Contamination:
 def read_prompts(path):
     """
     Evaluation prompts of a file: column prompt, question or text of .jsonl(.gz, .zst) or .parquet; the lines of any
-    other file. A prompt that is no text, like null, is left out. ValueError for a row without such a column.
+    other file. A value that is no text, like null, is left out. ValueError for a row without such a column.
     """
     prompts = rows_of(path, ("prompt", "question", "text"))
     return [prompt.strip() for prompt, in prompts if isinstance(prompt, str) and prompt.strip()]

@@ -1,7 +1,7 @@
 """
-Replace a data folder as a whole: made as OUT.tmp, flushed to disk, and renamed.
+Replace a data folder as a whole: the new one is made in OUT.tmp, flushed to disk, and renamed.
 
-The old folder stands until the new one does. Nothing that prepare.py did not write is replaced.
+The old folder stays until the new one is complete. A folder with files that prepare.py did not write is not replaced.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from corpus.shards import shards_of
 from engine.files import flush, lock, read_json
 
 LOCK = ".prepare.lock"
-# The last three are of an older prepare.py, whose folders may be replaced.
+# The last three were written by older versions of prepare.py, whose folders may be replaced too.
 WRITTEN = set("""meta.json documents.parquet report.json report.md tokenizer.json probes.json
     kept.parquet removed.jsonl.gz flow.png""".split())
 
@@ -21,17 +21,19 @@ WRITTEN = set("""meta.json documents.parquet report.json report.md tokenizer.jso
 @contextlib.contextmanager
 def building(out, inputs, joined=None):
     """
-    Lock a data folder for this process, as a context: (final, tmp), the folder without links, and the folder OUT.tmp
-    where work/ and data/ are made. A mistake of the user leaves no tmp, a full disk one to resume from.
+    Context manager that locks a data folder for this process. Yields (final, tmp): the folder with links resolved, and
+    OUT.tmp, where work/ and data/ are made. After a user's mistake a tmp that is new is removed; after a full disk it
+    stays, to resume from.
 
-    inputs: paths that are read. joined: whether the old folder must be one of data.py --join; None: it may be either.
-    ValueError, with nothing written, if something of the user's would be lost or another process is writing there.
+    inputs: paths that are read. joined: must the old folder be a result of data.py --join (True), must it not be one
+    (False), or may it be either (None)? ValueError, with nothing written, if files of the user would be lost or
+    another process is writing there.
     """
     final = Path(os.path.realpath(out))
     tmp = Path(f"{final}.tmp")
     with locked(out, final, tmp, inputs, joined):
         before = (tmp / "work").exists()
-        # A kill between the two renames of publish().
+        # An earlier run was killed between the two renames of publish(): restore the old folder.
         if (tmp / "old").is_dir() and not final.exists():
             os.rename(tmp / "old", final)
         try:
@@ -45,17 +47,17 @@ def building(out, inputs, joined=None):
 
 
 def locked(out, final, tmp, inputs, joined):
-    """The lock of the folder `tmp`, an open file. ValueError: see building()."""
+    """Lock the folder `tmp`. Returns the lock, an open file. ValueError: see building()."""
     try:
         refuse(out, final, tmp, inputs, joined)
         tmp.mkdir(parents=True, exist_ok=True)
         file = lock(tmp / LOCK, "wait for it, or choose another folder")
     except OSError as e:
         raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder") from None
-    # A process that has just finished there may have removed the file that we opened.
+    # A process that has just finished there may have removed the file between our open and our lock.
     if not os.path.exists(file.name):
         raise ValueError(f"{out}: another process has just finished there: run the command again")
-    # A worker inherits the open file, and would hold the lock after the main process has died.
+    # Workers inherit the open file: they close it, or they would hold the lock after the main process has died.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=file.close)
     return file
@@ -88,7 +90,7 @@ def not_ours(folder, joined):
     entries, ours = sorted(os.listdir(folder)), set()
     with contextlib.suppress(Exception):
         files = {shard["file"] for shard in shards_of(read_json(folder / "meta.json"))}
-        # The shards of a joined folder lie in others.
+        # The shards of a joined folder are in other folders.
         if "report.json" in entries and joined in (None, any(map(os.path.dirname, files))):
             ours = WRITTEN | files
     return next((name for name in entries if name not in ours), None)
@@ -96,9 +98,9 @@ def not_ours(folder, joined):
 
 def publish(final, tmp):
     """
-    Put tmp/data in the place of `final`, whose old data are removed when the new ones stand.
+    Replace `final` by tmp/data. The old data are removed last.
 
-    OSError, with `final` as it was, if a file of the user has come to it since building().
+    OSError, with `final` unchanged, if a file of the user has appeared in it since building().
     """
     data, old = tmp / "data", tmp / "old"
     stranger = not_ours(final, None)
@@ -106,7 +108,7 @@ def publish(final, tmp):
         raise OSError(f"{final}/{stranger} has appeared: move it")
     for path in (*data.iterdir(), data):
         flush(path)
-    # The work is done: after a kill from here on the same command starts again.
+    # Work without a plan is not resumed: after a kill from here on, the same command starts anew.
     (tmp / "work" / "plan.json").unlink(missing_ok=True)
     if final.is_dir():
         os.rename(final, old)
@@ -127,9 +129,9 @@ def empty(tmp):
 
 
 def clear(tmp):
-    """Remove the files of a run and its tmp folder, the lock last: a kill in between leaves a folder that is ours."""
+    """Remove the files of a run and its tmp folder, the lock last: after a kill in between, refuse() accepts it."""
     empty(tmp)
-    # A file that the user put there keeps the folder.
+    # The folder stays if the user has put a file there.
     with contextlib.suppress(OSError):
         os.remove(tmp / LOCK)
         os.rmdir(tmp)

@@ -1,5 +1,5 @@
 """
-The command of data.py: the sources of a data folder and one window, or several folders joined to one.
+The command of data.py: print the sources of a data folder and one window, or join several folders to one.
 
 $ python data.py data/stdlib                              # its sources, and one window as the model sees it
 $ python data.py data/edu data/german --join=data/both    # a folder with the sources of both; copies no tokens
@@ -22,18 +22,18 @@ from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json
 
 paths = []           # the data folder (default data/stdlib), or several with --join
-join = ""            # a folder to make of them
-block_size = 256     # tokens a window
-seed = 28            # of the order of windows
+join = ""            # the folder to write, with the sources of all of them
+block_size = 256     # tokens per window
+seed = 28            # seed of the order of windows
 
 
 def join_folders(folders, out):
     """
-    Write a data folder with the sources of all folders, whose shards stay where they are, and one ledger. `out` may be
-    one of the folders, to which the others are added.
+    Write a data folder with one ledger and the sources of all folders; their shards stay where they are. If `out` is
+    one of the folders, the others are added to it.
 
-    ValueError: a folder is named twice, two vocabularies, a source that is there twice, a document that was withdrawn
-    from another of the folders, or `out` holds anything but the result of an earlier --join.
+    ValueError: a folder is named twice, the vocabularies differ, two sources have one name even as FOLDER/SOURCE, a
+    document was withdrawn from another of the folders, or `out` holds anything but the result of an earlier --join.
     """
     others = [folder for folder in folders if os.path.realpath(folder) != os.path.realpath(out)]
     if len(set(map(os.path.realpath, folders))) < len(folders):
@@ -41,10 +41,10 @@ def join_folders(folders, out):
     metas = {folder: data.read_meta(folder) for folder in folders}
     names = new_names(metas)
     for folder, meta in metas.items():
-        data.Stream(folder, shards_of(meta), 1)            # an error if a shard has another size by now
+        data.Stream(folder, shards_of(meta), 1)            # an error if the size of a shard has changed
     for folder, other in permutations(folders, 2):
         withdrawn = withdrawn_entries(folder)
-        # Most folders have none, and need not be compared.
+        # Most folders have no withdrawn documents and need no comparison.
         for row in rows_of(other) if withdrawn[0] else []:
             if not row["reason"] and reason_of(row, withdrawn)[0]:
                 raise ValueError(f"{other} holds {row['id']}, which was withdrawn from {folder}: remove it there too, "
@@ -86,7 +86,7 @@ def new_names(metas):
 
 
 def seen_from(final, folder, file):
-    """The path of a shard from the folder `final`."""
+    """The path of a shard relative to the folder `final`."""
     return os.path.relpath(os.path.realpath(f"{folder}/{file}"), final)
 
 
@@ -115,7 +115,11 @@ def joined_report(parts, out):
 
 
 def joined_robots(asked, n):
-    """The sums of several folders' opt-outs. asked: of the folders that consulted a store; n: number of all folders."""
+    """
+    The opt-outs of several folders, added up.
+
+    asked: the opt-outs of each folder that consulted a store. n: the number of all folders.
+    """
     hosts, lost = Counter(), {}
     for robots in asked:
         hosts.update(robots["hosts"])
@@ -146,5 +150,5 @@ def main():
 
 
 def start():
-    """Run the command for data.py, which signs the errors."""
+    """Run this command as data.py: its name stands in front of the errors."""
     run(main, globals(), dict(__doc__=__doc__, __file__=data.__file__))

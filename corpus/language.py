@@ -1,14 +1,14 @@
 """
-The language of documents without a language column, by py3langid: naive Bayes over n-grams of bytes.
+Detect the language of documents without a language column, with py3langid: naive Bayes over n-grams of bytes.
 
     $ pip install py3langid==0.4.0      # the model is in the package
     $ python prepare.py docs.jsonl --detect_language=0.9 --keep_languages=deu_Latn,fra_Latn,ita_Latn --out=data/mine
 
 It knows 139 languages and assigns one of them to every text, so a document stays without a language below the
-probability that you name. At 0.9, on pieces of 1,000 characters of the Universal Declaration: of 581 pieces in 82
-languages that it knows, 94 % are right and 1 % wrong; of 2,020 pieces in other languages, 47 % get a name. It knows
-neither Romansh nor Swiss German. For these, and for a corpus of many languages, use data with a column: FineWeb-2 has
-GlotLID's verdict.
+probability that you set. At 0.9, on pieces of 1,000 characters of the Universal Declaration: of 581 pieces in 82
+languages that it knows, 94 % are right and 1 % wrong; 47 % of 2,020 pieces in other languages get a wrong one. It knows
+neither Romansh nor Swiss German. For these, and for a corpus of many languages, use data with a language column:
+FineWeb-2 has GlotLID's labels.
 """
 
 import re
@@ -16,7 +16,7 @@ from functools import lru_cache
 
 # Characters at the start of a text that are examined, in 0.6 ms.
 JUDGED = 1_000
-# The names of py3langid (ISO 639-1 where it exists) and of FineWeb-2, which thresholds and limits use.
+# py3langid's name of a language (ISO 639-1 where it exists), and FineWeb-2's, which thresholds and limits use.
 NAMES = """
 af:afr_Latn am:amh_Ethi an:arg_Latn ar:arb_Arab as:asm_Beng az:azj_Latn ba:bak_Cyrl be:bel_Cyrl bg:bul_Cyrl
 bn:ben_Beng br:bre_Latn bs:bos_Latn ca:cat_Latn cs:ces_Latn cy:cym_Latn da:dan_Latn de:deu_Latn dz:dzo_Tibt

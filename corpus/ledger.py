@@ -1,22 +1,22 @@
 """
-The ledger, documents.parquet: a row for each document that came in, and never its text. Every number of a report is a
-group-by over it.
+The ledger, documents.parquet: a row for each document that came in, without its text. The sums of a report are
+group-bys over it.
 
     id, source, url, language, license    as the document came in
     bytes, written                        UTF-8 bytes of its text, before and after personal data was replaced
     email, ip, iban                       how many of each were replaced
     text                                  64 bits of a hash of its text (corpus/dedup.py: fingerprint)
-    reason                                why it is not in the shards, such as "robots:GPTBot:/x"; "" = it is
-    split, shard, offset, tokens          where its tokens are: from `offset` in that shard, and on into the next ones
-    withdrawn                             the time at which --remove took it out
+    reason                                why it is not in the shards, such as "robots:GPTBot:/x"; "" = it is in them
+    split, shard, offset, tokens          where its tokens are: they begin at `offset` and may run into the next shards
+    withdrawn                             the time (UTC) at which --remove took it out
 
     in = kept + removed, in documents and in bytes, by source, language, license and reason
 
-Two kinds of rows are in the shards and did not come in: they have 0 bytes and no reason. One is the end of a document
-that is alone in its folder, which is cut in two for validation; the other is the copies of planted passages.
+Two kinds of rows have tokens in the shards but did not come in: they have 0 bytes and no reason. A document that is
+alone in its folder is cut in two, and its end, for validation, has a row. So has each copy of a planted passage.
 
-Rows are in the order of the input. Tokens of removed documents are estimated from their bytes, at the rate of what
-was kept of the same source and language, because they are never tokenized.
+Rows are in the order of the input. Removed documents are never tokenized: a report estimates their tokens from their
+bytes, at the rate of the kept documents of the same source and language.
 """
 
 import os
@@ -36,12 +36,12 @@ from engine.files import read_json, read_text, sha256, write_flushed, write_json
 from engine.readers import in_one_line
 
 FILE = "documents.parquet"
-# Rows that are in memory at a time, some megabytes.
+# Rows that are in memory at a time: a few megabytes.
 ROWS = 5_000
 PII = ("email", "ip", "iban")
 NUMBERS = ("bytes", "written", *PII, "tokens", "offset")
 OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
-# Reasons in the order of the rules. Two of them have particulars behind a colon.
+# Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
 REASONS = {
     "unreadable": "no text: not UTF-8, no JSON, binary, torn file",
     "empty": "nothing but white space",
@@ -67,7 +67,7 @@ def schema():
 
 
 def write_ledger(path, tables):
-    """Write tables of rows, an iterable, as a row group each."""
+    """Write an iterable of tables of rows, each as a row group."""
     with pyarrow.parquet.ParquetWriter(path, schema(), compression="zstd") as writer:
         for table in tables:
             writer.write_table(table.select(schema().names).cast(schema()))
@@ -91,7 +91,7 @@ def rows_of(folder, columns=None):
 
 
 def changed(folder, change, *args):
-    """Yield the rows of a data folder as tables, after change(row, *args) has changed each, a dict."""
+    """Yield the rows of a data folder as tables, after change(row, *args) has changed each row, a dict, in place."""
     for table in ledger(folder):
         rows = table.to_pylist()
         for row in rows:
@@ -100,13 +100,13 @@ def changed(folder, change, *args):
 
 
 def described(folder):
-    """(meta.json, report.json) of a data folder. ValueError or OSError: one is missing, or of another ledger."""
+    """(meta.json, report.json) of a data folder. ValueError or OSError: one is missing or belongs to another ledger."""
     next(ledger(folder, ["id"]), None)
     meta, report = read_json(f"{folder}/meta.json"), read_json(f"{folder}/report.json")
     if "sources" not in meta or not version(meta) == meta.get("version") == report.get("version"):
         raise ValueError(f"{folder}: meta.json and report.json are of two versions of the data: prepare them again")
     if sha256(f"{folder}/{FILE}") != report["outputs"]["ledger"]:
-        raise ValueError(f"{folder}/{FILE} is not what prepare.py wrote: another sha256")
+        raise ValueError(f"{folder}/{FILE} has changed since prepare.py wrote it: another sha256")
     return meta, report
 
 
@@ -116,9 +116,13 @@ def described(folder):
 
 def sums(folder):
     """
-    A dict for each source, language, license, split and reason: the sums of NUMBERS; documents, the rows that came in;
-    rows, all of them; id, the first in the alphabet; the reason as kind and its first particular (robots, GPTBot);
-    about, its tokens, estimated where it was not tokenized.
+    A list of dicts, one for each source, language, license, split and reason, with the sums of NUMBERS and
+
+        documents           how many rows came in
+        rows                how many rows there are
+        id                  the first one in the alphabet
+        kind, particular    the reason's first two parts: robots, GPTBot
+        about               tokens, estimated where the documents were not tokenized
     """
     keys = ["source", "language", "license", "split", "kind", "particular"]
     how = dict.fromkeys(("documents", "rows", *NUMBERS), "sum") | dict(id="min")
@@ -138,16 +142,16 @@ def sums(folder):
     kept = [row for row in rows if not row["kind"]]
     alike = grouped(kept, "source", "language")
     for row in rows:
-        # At the rate of the kept documents of the same source and language, or of all.
+        # At the rate of the kept documents of the same source and language or, if there are none, of all kept ones.
         some = alike.get((row["source"], row["language"]), kept)
         about = round(row["bytes"] * added(some, "tokens") / max(added(some, "written"), 1))
-        # A withdrawn document has been tokenized.
+        # Withdrawn documents were tokenized: their number of tokens is known.
         row["about"] = row["tokens"] or about
     return rows
 
 
 def grouped(rows, *keys):
-    """{value of the key, or a tuple of several: the rows that have it}."""
+    """{value of the key, or tuple of values of several keys: the rows that have it}."""
     found = {}
     for row in rows:
         found.setdefault(itemgetter(*keys)(row), []).append(row)
@@ -165,7 +169,7 @@ def size_of(rows):
 
 
 def total(rows):
-    """The sums of rows as one, and of each reason: removed, [documents, bytes], and tokens_removed_about."""
+    """The totals of the rows of sums(); for each reason, the removed [documents, bytes] and their estimated tokens."""
     kinds = grouped(rows, "kind")
     kept = kinds.get("", [])
     gone = {reason: kinds[reason] for reason in REASONS if reason in kinds}
@@ -180,7 +184,7 @@ def total(rows):
 
 
 def opt_outs(folder, store):
-    """How many hosts the store has a file of, and the hosts that lost the most bytes to opt-outs."""
+    """How many hosts have a file in the store, and the 20 hosts that lost the most bytes to opt-outs."""
     hosts, lost = set(), {}
     for row in rows_of(folder, ["url", "reason", "bytes"]):
         host = host_key(row["url"])
@@ -199,7 +203,7 @@ def write_account(folder, meta, streams, about):
     Write meta.json, report.json and report.md next to a ledger. Returns the report.
 
     meta: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. streams: {source: {split: entries of its
-    shards}}. about: run, inputs, ignored, rule, pii, probes and robots, as prepare.py knows them.
+    shards}}. about: the report's run, inputs, ignored, rule, pii, probes and robots (stages.about).
     """
     rows = sums(folder)
     by_split, particular = grouped(rows, "source", "split"), grouped(rows, "kind", "particular")
@@ -236,7 +240,7 @@ def write_account(folder, meta, streams, about):
 # for people
 
 def percent(part, whole):
-    """One decimal; a share above nothing never reads 0.0 %, and one below all never 100.0 %."""
+    """A percentage with one decimal. A share above 0 never reads 0.0 %, and one below 1 never 100.0 %."""
     if not whole:
         return "-"
     share = 100 * part / whole
@@ -246,7 +250,7 @@ def percent(part, whole):
 
 
 def counted(n, noun):
-    """1 document, 2 documents."""
+    """A number and a noun: 1 document, 2 documents."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 

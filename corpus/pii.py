@@ -2,7 +2,7 @@
 Personal data: find e-mail addresses, IP addresses and IBANs, and replace them before a model can recite them.
 
     e-mail    an @ with a domain after it and a name before it                                  <email-pii>
-    IPv4      a dot and three more numbers, in a word that is an address                        <ip-pii>
+    IPv4      a dot and a number, three times, in a word that is an address                     <ip-pii>
     IPv6      two colons, in a run of hexadecimal digits that is an address                     <ip-pii>
     IBAN      two letters, two digits; length by country, check digits by ISO 13616             <iban-pii>
 
@@ -28,7 +28,7 @@ def scrub_pii(text):
     """
     pieces, at = [], 0
     counts = dict.fromkeys(TAGS, 0)
-    # Of two spans that overlap, the first counts. Of two with one start, "email" sorts first, and is the longer one.
+    # The first of two overlapping spans counts. If both have the same start, "email" sorts first and is the longer one.
     for start, kind, end in sorted([*emails(text), *ipv4s(text), *ipv6s(text), *ibans(text)]):
         if start >= at:
             pieces += text[at:start], TAGS[kind]
@@ -46,23 +46,23 @@ UNSPACED = "\u0e01-\u0e4e\u1000-\u109f\u1780-\u17d3\u3041-\u30ff\u3400-\u9fff\ua
 
 
 def run_start(m, before):
-    """Where the run of characters before a match begins, at most 64 before it. before: matches all up to the run."""
+    """The start of the run of characters around a match, at most 64 before it. before: matches all up to the run."""
     return before.match(m.string, max(0, m.start() - 64), m.start()).end()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # e-mail addresses
 
-# A label is of one alphabet, so that "a@b.com或" ends where the Latin letters do. A last label in another alphabet
-# follows a label in it, since after "a@b.ru." a sentence may begin without a space. name@2x.png is an image for a fine
-# screen, and jquery@3.7.1.min.js a package: no domain ends like these files.
+# A label is in one alphabet, so that "a@b.com或" ends where the Latin letters do. A last label that is not Latin must
+# follow another that is not, since after "a@b.ru." a sentence may begin without a space. name@2x.png is an image for
+# high resolutions, and jquery@3.7.1.min.js a package: no domain ends like the name of such a file.
 DOMAIN = re.compile(rf"""(?x)
     @ (?> (?: (?: [A-Za-z0-9{LATIN}-]{{1,63}} | [0-9{OTHER}{UNSPACED}-]{{1,63}} ) \. ){{1,9}}
         (?: xn--[A-Za-z0-9-]{{2,59}} | [A-Za-z{LATIN}]{{2,24}}
             | (?<=[{OTHER}{UNSPACED}]\.) [{OTHER}{UNSPACED}]{{2,24}} ) )
     (?i: (?<!\.(?:png|jpg|gif|svg|bmp|ico|css|mjs|htm|xml|txt|pdf|tgz|jar|whl))
         (?<!\.(?:jpeg|webp|avif|json|html)) (?<!\.(?:js|gz)) )""")
-# In quotes; of letters with spaces between words; or of any letters. Without a name it is a handle, like @name.com.
+# A name is in quotes, in letters of scripts with spaces, or in letters of any script. @name.com has none: a handle.
 ATOM = rf"[A-Za-z0-9{LATIN}{OTHER}._%+'-]"
 NAME = re.compile(rf"""(?:"(?:[^"\\\r\n]|\\.){{1,62}}"|(?![.'])(?:{ATOM}+|[\w{UNSPACED}.%+'-]+(?<!{ATOM})))\Z""")
 
@@ -70,7 +70,7 @@ NAME = re.compile(rf"""(?:"(?:[^"\\\r\n]|\\.){{1,62}}"|(?![.'])(?:{ATOM}+|[\w{UN
 def emails(text):
     for m in DOMAIN.finditer(text):
         at = m.start()
-        # RFC 5321 allows 64 characters.
+        # RFC 5321 allows names of 64 characters.
         name = NAME.search(text, max(0, at - 64), at)
         # git@host is the same login for everybody.
         if name and name[0] not in ("git", "hg"):
@@ -86,12 +86,12 @@ BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 NOT_IPV4 = re.compile(r"(?as)(?:.*[^\w.])?")
 IPV4 = re.compile(rf"(?a)\.{{0,64}}({BYTE}(?:\.{BYTE}){{3}})\.{{0,64}}(?![\w.])")
 QUAD = re.compile(r"(?a)\.\d{1,3}\.\d{1,3}\.\d{1,3}")
-# A version, or a name before a version or a section: Chrome/, libfoo-, numpy==, rails (>=.
+# Text before a version: a word like "version" or "build", or a name with a sign: Chrome/, libfoo-, numpy==, rails (>=.
 NAMED = re.compile(r"""(?xs)
     (?: .* \b (?i: v|ver|version[a-z]*|release|rev|build|firmware ) \W{0,3}
     | .*? (?<![\w./:@-]) ([^\W\d_][\w.+\#-]*) ["')\]]{0,2} ,?[ ]?["'(]? (?: (?:[=~<>!]=|~>|(?<=\()=)[ ]?"? | [/-] )
     )\Z""")
-# Oracle and a space; §, Art.
+# A word and a space before a version or a section: Oracle, §, Art.
 SPACED = re.compile(r"(§|\w[\w+#-]*\.?)\s{1,20}\Z")
 SECTION = re.compile(r"""(?ix)
     § | art\w*\.? | n[or]s?\.? | nrn?\. | numm?er\w* | num[eé]ro\w* | ziff(?:er)?n?\.?
@@ -100,7 +100,7 @@ SECTION = re.compile(r"""(?ix)
     | kapitel\w* | chap(?:ters?|itres?|\.) | cap[ií]tul\w* | anlage\w* | anhang\w* | annexe?s? | appendix | items?
     | tab(?:le|elle)?s?\.? | fig(?:ure)?s?\.? | punk?te?n? | points? | пункт\w* | раздел\w* | стать\w*
     | ст\. | п\.""")
-# A name with one of these words is that of an address: "Server 10.0.0.1", ip.addr==10.0.0.1.
+# After a name with one of these words a number is an address: "Server 10.0.0.1", ip.addr==10.0.0.1.
 NETWORK = re.compile(r"""(?ix) (?<![^\W_])(?:
     ip(?:v4|s)? | add?r\w* | indirizz\w* | direcci\w* | (?:name|web)?servers? | serveur | servidor
     | host(?:s|name)?
@@ -112,12 +112,12 @@ NETWORK = re.compile(r"""(?ix) (?<![^\W_])(?:
     | try\w* | connect\w* | https? | ftp | tcp | udp | listen\w* | bind | range | anonym\w* | block\w* | bann\w*
     | visit\w* | contact\w* | received | cidr | x-forwarded-for
     )(?![^\W_])""")
-# A heading or a cell of a table: alone in its line after marks, or with a word after it. Or the next number of a list,
-# if the number before has too few parts for an address. NUL is the place of the number.
+# The number (NUL marks its place) is a heading or a cell of a table: in its line only marks precede it, and nothing or
+# a capital letter follows. Or it continues a list whose number before has too few parts for an address.
 LINE = re.compile(r"""(?x)
     (?:^|\n) [\s*\#>|]* \0 (?: [ \t|]*\n | \.?[ \t]+[^\W\d_a-z] )
     | (?<![\d.]) \d{1,3} (?:\\?\.\d{1,3}){1,2} [,;]? \s{1,20} (?:[a-z]{1,4}\s{1,20})? \0""")
-# Two colons inside of an address, or 2001:: at its end. Code is full of std::abs and "Example::": these do not match.
+# Two colons inside an address, or 2001:: at its end. Code is full of std::abs and "Example::": these do not match.
 COLONS = re.compile(r"""(?x)
     : (?: [0-9A-Fa-f]{1,4} : (?=[0-9A-Fa-f:.])
         | : (?<![G-Zg-z_]::) (?: (?=[0-9A-Fa-f:.]) | (?<=[0-9A-Fa-f]{4}::) ) )""")
@@ -125,7 +125,7 @@ COLONS = re.compile(r"""(?x)
 # A single colon and full stops after it belong to the sentence too.
 NOT_IPV6 = re.compile(r"(?s)(?:.*[^0-9A-Fa-f.:])?")
 IPV6 = re.compile(r"(?a)(?::(?!:)|(?<!\w))([\da-fA-F.:]{1,64}?)(?:(?<!:):)?\.{0,64}(?![\w.:])")
-# a[::2] and 12::30 parse as addresses: ask for four digits in a row or three colons, and for a decimal digit.
+# a[::2] and 12::30 parse as addresses: require a decimal digit, and four digits in a row or three colons.
 PLAUSIBLE = re.compile(r"(?=.*\d)(?:.*\w{4}|.*:.*:.*:)")
 
 
@@ -146,8 +146,8 @@ def is_number(text, start, end, listed):
     Is a word of four numbers a version or a section? The 48 characters before it and 24 after it decide. listed: it
     follows another version or section.
 
-    If only a capital letter or a line is evidence, the parts must be small too: of all addresses 0.6 % have at most one
-    part above 31, and 0.02 % have none.
+    If the only evidence is a capital letter or the line, the parts must be small too: of all addresses 0.6 % have at
+    most one part above 31, and 0.02 % have none.
     """
     before = text[max(0, start - 48):start]
     if named := NAMED.match(before):
@@ -183,8 +183,8 @@ IBAN_LENGTH = dict(re.findall(r"(..)(\d\d)", """
     FI18 FK18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HN28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30 KW30 KZ20 LB28 LC32
     LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MN20 MR27 MT31 MU30 NI28 NL18 NO15 OM23 PK24 PL28 PS29 PT25 QA29 RO24
     RS22 RU33 SA24 SC31 SD18 SE24 SI19 SK24 SM27 SO23 ST25 SV28 TL23 TN24 TR26 UA29 VA22 VG24 XK20 YE30"""))
-# Two letters of a country at the start of a word, two digits. The lookbehinds come last because digits are rarer than
-# letters, which makes the search three times faster.
+# A country's two letters at the start of a word, then two digits. The lookbehinds come last because digits are rarer
+# than letters, which makes the search three times faster.
 CHECK_DIGITS = re.compile(rf"""(?ax)
     \d\d (?<=[A-Za-z]{{2}}\d\d) (?<!\w[A-Za-z]{{2}}\d\d) (?<=(?i:{'|'.join(IBAN_LENGTH)})\d\d)""")
 
@@ -197,11 +197,11 @@ def ibans(text):
         # Without spaces, or in groups of four.
         pattern = rf"""(?ax) (?: [^\W_]{{{length}}}
             | (?: [^\W_]{{4}} [\ \u00a0\u2009\u202f-] ){{{(length - 1) // 4}}} [^\W_]{{{(length - 1) % 4 + 1}}} ) \b"""
-        # As it is; with a space in place of its line break; without the break.
+        # Try the text as it is, with a space for its line break, and without the break.
         for join in (r"\g<0>", " ", ""):
             form = LINE_BREAK.sub(join, near[:length + 10], 1) + near[length + 10:]
             if number := re.match(pattern, form):
-                # ISO 13616: the first four characters to the end, A = 10 ... Z = 35; the number modulo 97 is 1.
+                # ISO 13616: move the first four characters to the end; with A = 10 ... Z = 35, modulo 97 must give 1.
                 digits = "".join(str(int(c, 36)) for c in number[0][4:] + near[:4] if c.isalnum())
                 if int(digits) % 97 == 1:
                     yield start, "iban", start + len(near) - len(form) + number.end()

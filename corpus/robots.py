@@ -9,8 +9,8 @@ English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3). R
     rule  = the longest of the group's patterns that match path?query; allow wins ties; `*` = anything, `$` = the end
     drop  = some agent's rule is a disallow, or its preference for this path forbids training
 
-Each other opt-out (the code of practice for general-purpose models, copyright chapter, measure 1.3, asks for them; the
-EU directive 2019/790, art. 4(3), makes them binding) removes the document under its own name:
+Each other opt-out removes the document under its own name. (The EU's code of practice for general-purpose models,
+copyright chapter, measure 1.3, asks for them; directive 2019/790, art. 4(3), makes them binding.)
 
     usage-file, usage-header   train-ai=n in Content-Usage, a line `[/path] train-ai=n` of robots.txt or an HTTP header
                                (IETF, draft-ietf-aipref-attach-05, draft-ietf-aipref-vocab-07); ai-train=no in
@@ -22,8 +22,8 @@ EU directive 2019/790, art. 4(3), makes them binding) removes the document under
                                group, final report)
     tdm-header, tdm-meta       tdm-reservation: 1 in a header or <meta>; each overrides the ones before it, so a page
                                with tdm-reservation: 0 is exempt from its host's file
-    ai-txt                     /ai.txt (Spawning): robots.txt rules about kinds of files (*.html); a page without an
-                               ending is HTML
+    ai-txt                     /ai.txt (Spawning): robots.txt rules about kinds of files (*.html); a URL without a file
+                               extension counts as HTML
 
 Metadata in EPUB and PDF files is not read.
 
@@ -34,7 +34,7 @@ $ python prepare.py pages.jsonl --reservations=store.jsonl.gz           # rows o
 $ python prepare.py pages.jsonl --reservations=mirror/                  # HOST/ai.txt, HOST/.well-known/tdmrep.json
 """
 
-import corpus  # first: corpus.py says how to start a tool that was started by its path
+import corpus  # first: a script started by its path stops here, with the right command (corpus/corpus.py)
 
 import ipaddress
 import json
@@ -48,10 +48,10 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 
 from engine.readers import rows_of
 
-paths = []             # URLs
+paths = []             # URLs to check
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet
 missing = "allow"      # a host without robots.txt: allow or deny
-explicit = False       # only groups that name an AI agent count, not those of *
+explicit = False       # count only groups that name an AI agent, not those of *
 
 # The 15 of the published pipeline (swiss-ai/pretrain-data; the report prints 14, without FacebookBot).
 AGENTS = """
@@ -69,7 +69,7 @@ usage-header    the header Content-Usage or Content-Signal forbids training
 usage-file      the same, in the host's robots.txt
 ai-txt          disallowed by the host's ai.txt
 """.strip().splitlines())
-# A store has a robots.txt of a host, nothing, or something else under that name.
+# For a host, a store has a robots.txt, no file, or something else under that name.
 KNOWN = ("with_file", "without", "unparsable")
 # The files of a store of reservations, and the columns of a document that are read.
 FILES = ("tdmrep.json", "ai.txt")
@@ -82,9 +82,9 @@ COLUMNS = "headers x_robots_tag content_usage tdm_reservation meta_robots meta_t
 
 def refusal(doc, robots=None, reservations=None):
     """
-    Why a document may not be used for training, as an audit counts it ("robots:AGENT:RULE", "noai"); None if it may.
+    Why a document may not be used for training, as the ledger has it ("robots:AGENT:RULE", "noai"); None if it may.
 
-    doc: dict with url, and what reservation() reads. robots: keyword arguments of verdict(), or None for no robots.txt.
+    doc: dict with url and the fields of reservation(). robots: keyword arguments of verdict(); None skips robots.txt.
     reservations: open_reservations(path) or None. The statements of the document itself always count.
     """
     kept, reason = verdict(doc.get("url"), **robots) if robots else (True, "")
@@ -93,7 +93,7 @@ def refusal(doc, robots=None, reservations=None):
 
 def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explicit=False):
     """
-    (whether a document with this URL is kept, the reason). An audit counts by the first word of the reason.
+    (whether a document with this URL is kept, the reason). Reports count by the reason's part before the colon.
 
         allowed                    robots.txt allows this URL for every agent
         no-url                     the document has no URL (local text)
@@ -158,7 +158,7 @@ def known(host, store):
 # ----------------------------------------------------------------------------------------------------------------------
 # rules and paths
 
-# The start and end of a path, and of a pattern that is bound to it. No URL contains a line break: it is written %0A.
+# Marks the start and end of a path, and of a pattern anchored there. No URL contains a line break: it is written %0A.
 EDGE = "\n"
 
 
@@ -203,10 +203,11 @@ def compiled(disallows, written, strict=False):
     """
     (rank, disallows, written, parts) of a rule: paths that match contain the parts, in this order.
 
-    Rules are sorted by rank: the longest first, then those that allow, or with strict those that disallow.
+    Rules are sorted by rank, the longest first. Of equally long ones, those that allow come first, with strict those
+    that disallow.
     """
     pattern = percent(written)
-    # A pattern has no space: it is %20 there.
+    # The space marks the end of the pattern, in which percent() writes a space as %20.
     bound = f"{EDGE}{pattern} ".replace("$ ", EDGE).rstrip(" ")
     rank = (disallows != strict) - 2 * len(pattern)
     return rank, disallows, written, bound.replace("$", "%24").split("*")
@@ -232,7 +233,7 @@ def host_key(url):
 
 
 def split_url(url):
-    """(host, path with query) of a URL, normalised so that equal means same; no fragment. None, None: it is no URL."""
+    """(host, path with query) of a URL, normalised so that equivalent URLs are equal. None, None if it is no URL."""
     return isinstance(url, str) and _split_url(url) or (None, None)
 
 
@@ -246,7 +247,7 @@ def _split_url(url):
     if address is None:
         host = unicodedata.normalize("NFKC", unquote(host)).lower()
         host = host.replace("\u3002", ".").removesuffix(".")
-        # Label by label: Python's "idna" codec implements IDNA 2003, which maps straße.de to strasse.de.
+        # Encoded label by label, because Python's "idna" codec (IDNA 2003) maps straße.de to strasse.de.
         if not host.isascii():
             host = _FOREIGN.sub(lambda label: "xn--" + label[0].encode("punycode").decode(), host)
         if not _HOST.fullmatch(host):
@@ -257,7 +258,7 @@ def _split_url(url):
         except ValueError:
             return None
     path = percent("/" + path.removeprefix("/"))
-    # A rule escapes * and $ where it means the characters themselves.
+    # Rules write * and $ as %2A and %24 if they mean the characters themselves.
     return host, path.replace("*", "%2A").replace("$", "%24")
 
 
@@ -271,10 +272,10 @@ def percent(text):
 
 # RFC 9309 sec. 2.5: the minimum that a crawler has to read.
 MAX_BYTES = 500 * 1024
-# Google's parser also accepts misspelt names and a missing colon: the intent of "Disalow /" is clear.
+# Misspelt names and a missing colon are accepted, as by Google's parser: the intent of "Disalow /" is clear.
 _LINE = re.compile(r"(?i)[\r\n][ \t]*(?:(user[ -]?agent)|(allow)|(content-usage|content-signal)|dis+al+ow|disallaw|"
                    r"diasllow)(?:[ \t]*:|[ \t])([^#\r\n]*)")
-# A web page, or text that is not only comments, without any line of a user-agent or sitemap.
+# Not a robots.txt: a web page, or text other than comments without any user-agent or sitemap line.
 _OTHER = re.compile(r"(?is)\s*<|(?!.*[\r\n][ \t]*(?:user[ -]?agent|sitemap)[ \t:]).*[\r\n][ \t]*[^#\s]")
 # "CCBot/2.0 (https://...)" -> "CCBot"
 _TOKEN = re.compile(r"\*(?!\S)|[A-Za-z0-9_.-]+")
@@ -294,7 +295,7 @@ def parse_robots(content, usage=False):
     {agent token: [rule of compiled(), the longest first]} of a robots.txt, str or bytes.
 
     None if it is something else: a web page, or text without any user-agent or sitemap line. A byte-order mark is
-    skipped; the official pipeline loses a group to it. usage: the rules about training instead of reading.
+    skipped; the official pipeline loses a group to it. usage: return the rules about training, not those about reading.
     """
     raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
     if len(raw) > MAX_BYTES:
@@ -304,7 +305,7 @@ def parse_robots(content, usage=False):
     text = "\n" + raw.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd")
     if _OTHER.match(text):
         return None
-    # Most files have no preferences.
+    # Most files state no preference about training.
     if usage and "content-" not in text.lower():
         return {}
     groups, current, in_rules = {}, [], False
@@ -326,7 +327,7 @@ def parse_robots(content, usage=False):
 
 
 def preference(value):
-    """The rule of a Content-Usage or Content-Signal line; without a path it is about all."""
+    """The rule of a Content-Usage or Content-Signal line. Without a path it applies to all paths."""
     path, said = re.match(r"(/\S*)?\s*(.*)", value).groups()
     return compiled(forbids_training(said), path or "/", strict=True)
 
@@ -335,7 +336,7 @@ def forbids_training(said):
     """
     Does a preference, in a line of robots.txt or in a header, contain train-ai=n or ai-train=no?
 
-    said: NAME=VALUE;PARAMETERS separated by commas; the last of a name counts (draft-ietf-aipref-vocab-07 sec. 6.5).
+    said: NAME=VALUE;PARAMETERS separated by commas; a name's last value counts (draft-ietf-aipref-vocab-07 sec. 6.5).
     The rest need not be a valid dictionary of RFC 9651: a syntax error does not withdraw an opt-out.
     """
     values = dict(re.findall(r"(?:^|,)\s*(train-ai|ai-train)(?:=([^,;\s]*))?\s*(?=[,;]|$)", said))
@@ -355,7 +356,7 @@ _MINING = re.compile(r"(?im)^(?:((?-i:meta))-)?tdm-reservation[ \t]*:[ \t]*([01]
 
 def reservation(doc, store=None, agents=AGENTS):
     """
-    Why a document may not be used for training: a key of RESERVED, for files with the rule after a colon; or None.
+    Why a document may not be used for training: a key of RESERVED, with a file's rule after a colon. None if it may.
 
     doc: dict with url, any of COLUMNS, and metas [(name, content)] of an HTML page. store: open_reservations(path), or
     {file: anything with .get(host) -> str, bytes or None}. agents: the ones that ai.txt may name.
@@ -364,7 +365,7 @@ def reservation(doc, store=None, agents=AGENTS):
     m = _DIRECTIVE.search(said)
     if m:
         return m[1].lower()
-    # No preference withdraws another one's opt-out (draft-ietf-aipref-vocab-07 sec. 5.1).
+    # One preference does not withdraw the opt-out of another (draft-ietf-aipref-vocab-07 sec. 5.1).
     if any(map(forbids_training, _USAGE.findall(said))):
         return "usage-header"
     host, path = split_url(doc.get("url"))
@@ -377,7 +378,7 @@ def reservation(doc, store=None, agents=AGENTS):
     if reserved or not ai_txt:
         return reserved or None
     groups = parse_robots(ai_txt)
-    # /a/page is a page of HTML.
+    # /a/page counts as /a/page.html.
     html = re.sub(r"^([^?]*/[^?/.]*)(\?.*)?$", r"\1.html", path)
     return first_refusal("ai-txt", path, groups, agents) or first_refusal("ai-txt", html, groups, agents)
 
@@ -395,18 +396,18 @@ def statements(doc):
         except (ValueError, RecursionError):
             headers = headers.replace("\r", "\n")
     columns = [(name.replace("_", "-"), doc[name]) for name in COLUMNS[1:] if name in doc]
-    # A column of the user's may be called so and mean something else.
+    # A user's column may also be called metas: only a list is ours.
     metas = [f"meta-{as_text(pair, ': ')}" for pair in metas] if isinstance(metas, list) else []
     return as_text([headers, columns, metas], "\n", "\n", ": ")
 
 
 def as_text(value, separator=", ", *others):
-    """Nested lists as text: the separator between the parts of value, the others between their parts, and so on."""
+    """Nested lists as text: the separator joins the parts of value, the first of the others their parts, and so on."""
     if isinstance(value, dict):
         value = list(value.items())
     if isinstance(value, (list, tuple)):
         return separator.join(as_text(part, *others) for part in value)
-    # A column of numbers with missing ones has 1.0 for 1.
+    # A column of numbers with missing values holds floats: 1.0 for 1.
     return str(int(value) if value in (0, 1) else value).strip()
 
 
@@ -436,7 +437,7 @@ class Store(dict):
     """Host -> file, compressed in memory: 1 kB per host instead of 4 kB, 1 GB for a million hosts."""
 
     def __init__(self, rows):
-        """rows: (host or URL, str or bytes, ...); the last row of a host counts, null (a failed download) does not."""
+        """rows: (host or URL, str or bytes, ...). A host's last row counts; null, a failed download, is skipped."""
         for host, content, *_ in rows:
             host = host_key(host) or host_key(f"//{host}") or host_key(f"//[{host}]")
             if isinstance(content, str):
@@ -480,8 +481,8 @@ def open_reservations(path):
 
 def hosts_files(path, patterns, *columns):
     """
-    Yield (host, content, name or other columns): the rows of a file of STORES, or of a folder the files that match one
-    of the patterns and the rows of its STORES. Nothing from any other path.
+    Yield (host, content, file name or other columns): the rows of a file of STORES; for a folder the files that match
+    one of the patterns, and the rows of its STORES. Nothing for any other path.
     """
     path = Path(path)
     files = [path] if path.is_file() else sorted(file for name in [*patterns, *STORES] for file in path.glob(name))

@@ -8,21 +8,21 @@ Apertus selected by them (report, arXiv 2509.14233, sec. 3):
     toxicity   remove the top 5 % of a language; without a score, remove 5 % at random
     others     lists of licences and languages, bounds on the length, a random share of each language
 
-Heuristics. Three papers list the faults of web pages, as limits of simple statistics:
+Heuristics. Three papers describe bad web pages by limits on simple statistics:
 
     gopher        too few words, too many symbols, lists, no stop words     Rae et al. 2021, arXiv 2112.11446, A.1.1
     repetition    repeated lines, paragraphs and n-grams                    the same, table A1
     c4            lorem ipsum, code, fewer than five sentences              Raffel et al. 2020, arXiv 1910.10683, 2.2
     fineweb       lists of short lines without punctuation                  Penedo et al. 2024, arXiv 2406.17557, 3.6
 
-FineWeb applies all four, and so does datatrove, whose verdicts these are if words are split at white space. (FineWeb
+FineWeb applies all four. The verdicts are those of its program, datatrove, with words split at white space. (FineWeb
 used spaCy's words and sentences: on 1,473 English pages 98.5 % of the verdicts of c4 and all of fineweb's agree.) C4
 also deletes single lines; here a page is kept or removed as a whole.
 
-The limits were chosen for English. FineWeb-2 has limits for 1,929 languages, one file each. If you name its folder, a
-document in one of these languages meets the rules of FineWeb-2 (without C4), with the limits and stop words of its
-language. All other documents meet the English limits, and only English ones need English stop words. A script without
-spaces, such as Chinese, has no words here, so only the rules about lines apply to it.
+The limits were chosen for English. FineWeb-2 has limits for 1,929 languages, one file each. If you name its folder, the
+rules of FineWeb-2 (without C4) apply to a document in one of these languages, with its limits and stop words. The
+English limits apply to all other documents, and only English ones must have English stop words. The rules about words
+do not apply to scripts without spaces, such as Chinese.
 
 $ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb --out=data/mine
 $ python prepare.py docs.jsonl --heuristics=gopher,long-words:14 --out=data/mine
@@ -45,8 +45,8 @@ import regex
 
 from engine.files import read_text
 
-# The set; the rule; the values that a page may have in English; the limit of FineWeb-2, or its key in the file of a
-# language; the fault of other pages.
+# Set; rule; the sign and limit that an English page must meet; the limit of FineWeb-2, or its key in the file of a
+# language; the fault of pages that break the rule.
 TABLE = """
 column     license              -  -       -         licence not on the list
 column     language             -  -       -         language not on the list
@@ -86,7 +86,7 @@ repetition same-9-grams         <= 0.11    -         characters in repeated runs
 repetition same-10-grams        <= 0.1     -         characters in repeated runs of 10 words
 """
 ROWS = [line.split(maxsplit=5) for line in TABLE.strip().splitlines()]
-# {reason: what it says in the report}
+# {reason: its text in the report}
 RULES = {name: f"{says} ({source})" for source, name, *_, says in ROWS}
 # {rule: (set, sign, limit)}
 HEURISTICS = {name: (source, sign, float(limit)) for source, name, sign, limit, *_ in ROWS if sign != "-"}
@@ -132,7 +132,7 @@ def column(doc, names):
         if name in doc:
             return doc[name]
     raise ValueError(f"no column {names} in the data; it has {', '.join(doc)}; --default_language and "
-                     "--default_license stand in for those")
+                     "--default_license fill in missing ones")
 
 
 def uniform(key, seed):
@@ -155,7 +155,7 @@ def listed(text):
     return {part.strip() for part in text.split(",")} - {""} if text else None
 
 
-# Without the slash that a shell adds to a folder.
+# A part of a list, without the slash that a shell adds to a folder.
 PART = re.compile(r"([^,\s](?:[^,]*[^,\s/])?)/*")
 
 
@@ -199,13 +199,13 @@ def score_function(path):
     """
     The function score(text) -> float of a user's file, for --score=FILE.py. This runs the file.
 
-    ValueError if the file or the function is missing; from score(text) if the result is not a number.
+    ValueError if the file or the function is missing; score(text) raises one if its result is not a number.
     """
     if not path.endswith(".py") or not os.path.isfile(path):
         raise ValueError(f"--score={path}: no such file; want a .py file with a function score(text)")
 
     def run(work, *args):
-        # Whatever goes wrong in it is the user's, and is told in one line.
+        # Any error in the user's file becomes one line.
         try:
             return work(*args)
         except (Exception, SystemExit) as e:
@@ -218,7 +218,7 @@ def score_function(path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# heuristics: which limits a document meets
+# heuristics: which limits apply to a document
 
 
 STOP_WORDS = frozenset("the be to of and that have with".split())
@@ -229,10 +229,10 @@ ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)
 
 def text_rule(spec):
     """
-    beyond(spec, doc) as a function of a document, for a setting such as 'gopher,long-words:14,fineweb-2/configs'. Its
-    parts are sets, rules, rules with a limit, and a folder of FineWeb-2's limits.
+    beyond(spec, doc) as a function of a document, for a setting such as 'gopher,long-words:14,fineweb-2/configs': sets,
+    rules, rules with a limit, and a folder of FineWeb-2's limits.
 
-    ValueError for an unknown name or limit; from the function for a damaged file in the folder.
+    ValueError for an unknown name or limit; the function raises one for a damaged file in the folder.
     """
     limits_of(spec, "eng_Latn")
     return partial(beyond, spec)
@@ -240,7 +240,7 @@ def text_rule(spec):
 
 def beyond(spec, doc):
     """
-    The first rule beyond whose limit a document is, in datatrove's order, fast sets first; or None.
+    The first rule that a document breaks, or None: fast sets first, each in datatrove's order.
 
     Most removed pages break an early rule, so that the later values are never computed. Only the first million
     characters of a text count. Documents of language "code" break no rule.
@@ -251,7 +251,7 @@ def beyond(spec, doc):
         return None
     text = doc["text"][:LONG]
     words, begin = text.split(), text[:1000]
-    # Where a script without spaces has a fifth of the characters, it has more than half of the words.
+    # If a fifth of the characters are of a script without spaces, more than half of the words are.
     unspaced = 5 * len(UNSPACED.findall(begin)) > len(begin)
     limits = {name: limit for name, limit in limits.items() if not (unspaced and name in OF_WORDS)}
     asked = {HEURISTICS[name][0] for name in limits} if words else ()
@@ -292,7 +292,7 @@ def limit_files(spec):
 
 
 def fineweb2(path):
-    """({rule: limit}, stop words) in a file of FineWeb-2's. ValueError if it has another form."""
+    """({rule: limit}, stop words) in a file of FineWeb-2's limits. ValueError if it has another form."""
     import yaml
     try:
         said = dict(yaml.safe_load(read_text(path)))
@@ -341,7 +341,7 @@ def gopher(text, words, stops):
     yield "stop-words", len(stops.intersection(words))
 
 
-# Lines about the page itself, which C4 does not count.
+# Lines about the site itself: C4 does not count their sentences.
 POLICY = re.compile("terms of use|privacy policy|cookie policy|uses cookies|use of cookies|use cookies")
 # Unicode's sentence terminals of all scripts: re has no such property.
 TERMINAL = regex.compile(r"\p{Sentence_Terminal}")
@@ -353,7 +353,7 @@ def c4(text, words, stops):
     lorem = curly = sentences = 0
     for line in text.splitlines():
         words = line.split()
-        # Only lines of at least three words count, none of them longer than a thousand characters.
+        # Lines of fewer than three words, or with a word of more than a thousand characters, do not count.
         if len(words) < 3 or len(max(words, key=len)) > 1000:
             continue
         lower = line.lower()
@@ -386,21 +386,21 @@ def repeated(parts):
 
 def runs(words):
     """
-    Yield (rule, characters) for runs of n words. n = 2, 3, 4: those of the most frequent run, spaces included. n = 5 to
-    10: those of all repeated runs, none counted twice.
+    Yield (rule, characters) for runs of n words. n = 2, 3, 4: the characters of the most frequent run, each time it
+    occurs, spaces included. n = 5 to 10: those of all repeated runs, none counted twice.
     """
     table = {}
     size = len(words)
-    ids = np.array([*map(table.setdefault, words, range(size))])    # (N,) where an equal word occurs first
+    ids = np.array([*map(table.setdefault, words, range(size))])    # (N,) where each word occurs first
     ends = np.cumsum([0, *map(len, words)])                         # (N + 1,) characters before each word
-    equal = ids                                                     # (N - n + 1,) where an equal run begins first
+    equal = ids                                                     # (N - n + 1,) where each run begins first
     for n in range(2, min(size, 10) + 1):
         # The run of n - 1 words and the word after it, as one number.
         keys = equal[:size - n + 1] * size + ids[n - 1:]
         _, first, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
         equal = first[inverse]
         if n < 5:
-            # Of equally frequent runs datatrove takes the first.
+            # Like datatrove, take the first of equally frequent runs.
             most = counts.max()
             begin = first[counts == most].min()
             length = ends[begin + n] - ends[begin] + n - 1

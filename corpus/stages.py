@@ -1,19 +1,20 @@
 """
 The stages from files to a data folder. prepare.py runs them on this machine, corpus/cluster.py on many.
 
+    stage         a piece of work
     check         some of the files: can each be read to its end, its sha256, where it can be cut into parts
-    scores        with --score_field: the scores of all documents...
-    thresholds    ...and the score that the best of each language reach
-    sift          a group of parts: the rules about one document alone; personal data replaced
+    scores        a group of parts, with --score_field: the scores of the documents
+    thresholds    all scores, with --score_field: the lowest score of the best share of each language
+    sift          a group of parts: the rules about single documents; personal data is replaced
     judge         all documents, in the order of the input: duplicates, train or validation, the order of training
-    vocabulary    a BPE vocabulary of the training split, if no tokenizer is named
-    tokens        a bucket of documents, neighbours in the order of training
-    cut           a shard
-    account       meta.json, documents.parquet, report.json, report.md; everything checked from the files
+    vocabulary    the training split, if no tokenizer is named: a BPE vocabulary
+    tokens        a bucket of documents, which are neighbours in the order of training: their tokens
+    cut           a shard, which is written to its file
+    account       meta.json, documents.parquet, report.json, report.md; all files are checked
 
-A stage is a row of STAGES: how many pieces of work there are, and a function of (number, work) that does one of them.
+A row of STAGES says how many pieces of work a stage has, and has a function of (number, work) that does one of them.
 Its result is written to OUT.tmp/work/STAGE/NUMBER.json, after all its other files. A piece depends on nothing but the
-plan and the stages before, so any number of processes writes the same bytes, and a killed run repeats only the pieces
+plan and the stages before, so any number of processes writes the same bytes, and a resumed run does only the pieces
 that are missing.
 """
 
@@ -47,17 +48,17 @@ from engine.readers import check, documents, id_hash, rows_of, writable
 
 # Bytes of text in a group, and in a bucket.
 GROUP, BUCKET = 4 << 20, 16 << 20
-# Characters that a vocabulary is trained on at most.
+# A vocabulary is trained on at most about this many characters.
 BPE_CHARS = 200_000_000
 # Characters of documents whose words are hashed together: one page at a time takes four times as long.
 HANDFUL = 300_000
-# Where the text of a row is: written bytes of sift/{group}.text, from an offset on; and its place in the order.
+# Where the text of a row is: `written` bytes of sift/{group}.text from `offset` on; and its place in the order.
 PLACE = ("group", "offset", "written", "id_hash")
 # A document that stays: 40 bytes in memory, however long its text. row: its number among all rows; stream: 2 * number
 # of its source, + 1 for validation.
 DOCUMENT = [("row", "i8"), ("group", "i4"), ("offset", "i8"), ("written", "i8"), ("id_hash", "u8"), ("stream", "i4")]
 SPLITS = ("train", "val")
-# The group of the rows that did not come in: planted passages, and the end of a document that is alone.
+# The group of rows that did not come in: planted passages, and the end of a single document.
 EXTRA = -1
 NOTHING = dict.fromkeys(("bytes", "text", *TAGS), 0)
 
@@ -65,7 +66,7 @@ NOTHING = dict.fromkeys(("bytes", "text", *TAGS), 0)
 class Work:
     """
     A run: the settings of prepare.py as attributes, with files, ignored, by_id, name, command and began; and the
-    results of finished stages, read once in a process. folder: OUT.tmp/work.
+    results of finished stages, read once per process. folder: OUT.tmp/work.
     """
 
     def __init__(self, folder):
@@ -93,7 +94,7 @@ class Work:
 
     @cached_property
     def groups(self):
-        """[[(file, part)]]: parts of about 4 MB of text together."""
+        """[[(file, part)]]: groups of parts, of about 4 MB of text each."""
         found, size = [[]], 0
         for file in self.checked:
             for part in file["parts"]:
@@ -111,7 +112,7 @@ class Work:
 
     @cached_property
     def rules(self):
-        """The settings as functions and tables. ValueError for one that makes no sense."""
+        """The settings as functions and tables. ValueError for one that is not valid."""
         for path in self.agents, self.probes:
             if path and not os.path.isfile(path):
                 raise ValueError(f"{path}: no such file (--agents or --probes)")
@@ -125,13 +126,13 @@ class Work:
             blocked=given(blocked_domains, self.blocked) or (),
             explicit=self.agents_no_star,
         )
-        top_thresholds([], self.keep_top)                  # an error if it is no share
+        top_thresholds([], self.keep_top)                  # an error if keep_top is no share
         below = TOXICITY if self.max_value == "apertus" else by_language("max_value", self.max_value)
         return SimpleNamespace(
             score=given(score_function, self.score),
             robots=robots if self.robots or self.blocked else None,
             reservations=given(open_reservations, self.reservations),
-            # With --score_field they need its thresholds too.
+            # sift() adds the thresholds of --score_field.
             columns=partial(
                 broken,
                 licenses=listed(self.keep_licenses),
@@ -171,7 +172,7 @@ class Work:
 
     @cached_property
     def shards(self):
-        """[{source, split, file, begin, end}] of all shards, stretches of the tokens of all buckets in a row."""
+        """[{source, split, file, begin, end}] of all shards. begin, end: in the tokens of all buckets, concatenated."""
         sources, sizes, found, end = self.result("judge")["sources"], Counter(), [], 0
         for bucket in self.results("tokens"):
             sizes.update(bucket)
@@ -179,7 +180,7 @@ class Work:
         for stream in range(2 * len(names)):
             i, split = stream // 2, SPLITS[stream % 2]
             begin, end = end, end + sizes[str(stream)]
-            # Two sources may differ in characters that no file name has.
+            # Two sources may differ only in characters that a file name cannot have.
             name = names[i] + f"+{i}" * (names.index(names[i]) < i)
             for k, at in enumerate(range(begin, end, self.shard_tokens)):
                 file = f"{name}_" * (len(names) > 1) + f"{split}_{k:05d}.npy"
@@ -188,7 +189,7 @@ class Work:
         return found
 
 
-# The Work of a folder, once in a process.
+# The Work of a folder, cached in each process.
 work_of = lru_cache(1)(Work)
 
 
@@ -202,7 +203,7 @@ def given(function, setting):
 
 
 def check_files(number, work):
-    """A part of the files, as readers.check describes them."""
+    """Some of the files, as readers.check describes them."""
     files = np.array_split(work.files, work.pieces("check"))[number]
     return dict(files=[check(file, work.text_field, work.encoding) for file in files])
 
@@ -230,16 +231,16 @@ def score_group(number, work):
     field, rows = work.score_field, []
     for doc in documents_of(number, work):
         score = None if doc["text"] is None else as_number(doc, field)
-        # NaN would be the best of all.
+        # NaN would be sorted as the best score.
         if score is not None and score == score:
             rows.append((doc.get("language") or "", score))
     return dict(rows=rows)
 
 
 def find_thresholds(number, work):
-    """{language: the score that its best share reaches} (report sec. 3)."""
+    """{language: the lowest score of its best share} (report sec. 3)."""
     rows = (row for some in work.results("scores") for row in some["rows"])
-    # No document of a language without any score is one of the best.
+    # No document is kept of a language without any score.
     return {"*": np.inf} | top_thresholds(rows, work.keep_top)
 
 
@@ -273,7 +274,7 @@ def handfuls(docs):
 
 
 def reason_alone(doc, work, columns):
-    """Why a document is removed, by itself; "" if it is not. columns: broken() with its settings."""
+    """Why the rules about single documents remove this one; "" if they do not. columns: broken() with its settings."""
     text, found = doc["text"], work.rules
     if text is None:
         if work.strict:
@@ -322,7 +323,7 @@ def row_of(doc, f, work):
         written=0 if doc["reason"] else f.write(text.encode()),
         **{kind: counts.get(kind, 0) for kind in TAGS},
         offset=begin,
-        # Of the text as it came: two that differ in an address alone are two.
+        # Of the text before personal data is replaced: two texts that differ only in an address are no duplicates.
         text=dedup.fingerprint(came),
         id_hash=id_hash(doc["id"]),
         bands=doc["bands"],
@@ -335,7 +336,7 @@ def sifted(work, number):
 
 
 def write_rows(rows, work, number):
-    """Write rows of the ledger, null where a later stage fills in, with more columns for judge()."""
+    """Write rows of the ledger, with null where a later stage fills in, and with more columns for judge()."""
     more = [("group", pyarrow.int32()), ("id_hash", pyarrow.uint64()), ("bands", pyarrow.list_(pyarrow.uint64()))]
     table = pyarrow.Table.from_pylist(rows, pyarrow.schema([*ledger.schema(), *more]))
     write_table(table, sifted(work, number))
@@ -347,16 +348,16 @@ def write_rows(rows, work, number):
 
 def decide(work, n):
     """
-    Remove what an earlier document of the first n groups, or of --known, was. Returns the rows of these groups, a table
-    without strings but the source, and their reasons, an object array.
+    Find duplicates among the first n groups, and duplicates and withdrawn documents of --known. Returns the rows of
+    these groups, a table with the columns that are needed here, and their reasons, an object array.
 
-    Memory: 52 bytes a document, 164 with near-duplicates.
+    Memory: 52 bytes per document, 164 with near-duplicates.
     """
     columns = ["reason", "source", "text", *PLACE]
     columns += ["bands"] * bool(work.near_dedup) + ["id", "url"] * bool(work.known)
     rows = pyarrow.concat_tables(read_table(sifted(work, number), columns=columns) for number in range(n))
     reason, text = rows["reason"].to_numpy(), rows["text"].to_numpy()
-    # A planted passage that is in the corpus as well would be seen more often than promised.
+    # If the corpus had a copy of a planted passage, training would see it more often than planned.
     before = np.array([dedup.fingerprint(passage["text"]) for passage in work.passages], np.uint64)
     if work.known:
         known = pyarrow.concat_tables(ledger.ledger(work.known, ["text", "reason"]))
@@ -377,7 +378,7 @@ def decide(work, n):
 
 
 def groups_needed(work, n):
-    """How many of the first n groups it takes until --max_bytes of text are kept, 0 if they do not suffice."""
+    """How many of the first n groups it takes to keep --max_bytes of text; 0 if n are not enough."""
     rows, reason = decide(work, n)
     size = np.cumsum(np.bincount(rows["group"], rows["written"].to_numpy() * (reason == ""), n))
     return int(np.searchsorted(size, work.max_bytes)) + 1 if size[-1] >= work.max_bytes else 0
@@ -402,7 +403,7 @@ def judge(number, work):
     reason = np.append(reason, extra["reason"])
     kept = np.flatnonzero(reason == "")
     rows = pyarrow.concat_tables([rows, extra]).select(["source", "text", *PLACE])
-    # Sources of removed documents too. That of planted passages is the last.
+    # Removed documents have sources too. The planted passages' source is the last.
     sources = sorted(rows["source"].unique().to_pylist(), key=lambda name: (name == "probes" and any(copies), name))
     if work.source_by not in ("", "file") and sources == ["none"]:
         raise ValueError(f"source_by={work.source_by}: no document has such a column")
@@ -419,17 +420,17 @@ def judge(number, work):
 
 
 def validation(rows, work):
-    """Whether a row is for validation, by the hash of its text or id: bool (n,). Of a single document its end is."""
+    """Whether a row is for validation, by the hash of its text or id: bool (n,). For a single document, its end is."""
     hashes, whole = rows["id_hash" if work.by_id else "text"].to_numpy(), rows["text"].to_numpy() != 0
     if whole.sum() == 1:
         return ~whole & (rows["group"].to_numpy() != EXTRA)
     val, least = whole & (hashes / 2.0**64 < work.val_share), hashes == hashes[whole].min()
-    # Of a few documents, of which none may be below, the one with the smallest hash is, with its copies.
+    # If no hash is below val_share, the document with the smallest hash is for validation, with its copies.
     return val if val.any() or least[whole].all() else whole & least
 
 
 def halve(work, place):
-    """Cut the only kept document after a line break or a space. Returns the row of its end, [] if it has none."""
+    """Cut the only kept document after a line break or a space. Returns [row of its end], or [] if it has neither."""
     begin, size, path = place["offset"], place["written"], sifted(work, place["group"])
     rows = read_table(path, filters=[("reason", "=", ""), ("offset", "=", begin)]).to_pylist()
     end = path.with_suffix(".text").read_bytes()[begin + int(size * (1 - work.val_share)):begin + size]
@@ -438,7 +439,7 @@ def halve(work, place):
 
 
 def planted(work):
-    """The rows of the planted copies. Each has a place of its own in the order, so that they are spread."""
+    """The rows of the planted copies. Each has its own place in the order of training, so that they are spread."""
     rows, row = [], dict(NOTHING, source="probes", language="", license="", reason="", group=EXTRA)
     with open(sifted(work, EXTRA).with_suffix(".text"), "wb") as f:
         for passage in work.passages:
@@ -452,7 +453,7 @@ def planted(work):
 
 
 def buckets_of(documents):
-    """Documents as arrays of neighbours, 16 MB of text together."""
+    """Documents as arrays of neighbours, with about 16 MB of text each."""
     begins = np.cumsum(documents["written"]) - documents["written"]
     return np.split(documents, np.flatnonzero(np.diff(begins // BUCKET)) + 1)
 
@@ -472,7 +473,7 @@ def find_vocabulary(number, work):
         tok = work.rules.tok
         if not tok.name.startswith("bpe:"):
             return dict(name=tok.name)
-        # A document ends a text, also where the end in a model's folder is that of a turn.
+        # A document ends with </s>, also if the vocabulary is of a chat model, whose eos ends a turn.
         tok.eos = tok.special.get("</s>", tok.eos)
         tokenizers.write_bpe(tok, path)
     else:
@@ -586,7 +587,7 @@ def rows_of_all(work):
     where = pyarrow.table(dict(
         split=split, shard=file, offset=at - begins[shard], tokens=tokens, written=documents["written"]))
     reasons = read_table(work.folder / "reasons.parquet")["reason"]
-    # The place of each row among the documents.
+    # The place of each row among the kept documents; -1: it was removed.
     place = np.full(len(reasons), -1)
     place[documents["row"]] = np.arange(len(documents))
     done = 0
@@ -619,21 +620,21 @@ STAGES = dict(
 
 
 def do(stage, number, folder):
-    """Do a piece of a stage, unless its result is there. A piece that returns nothing is done again."""
+    """Do a piece of a stage, unless its result exists. A piece that returns nothing is always done again."""
     work = work_of(folder)
     if work.is_done(stage, number):
         return
     (folder / stage).mkdir(exist_ok=True)
     found = STAGES[stage][1](number, work)
     if found is not None:
-        # No fsync: it would wait for all the text of the piece, and a kill does not need it.
+        # No fsync: it would wait for all text of the piece, and a killed process loses nothing without it.
         path = folder / stage / f"{number}.tmp"
         path.write_text(json.dumps(found))
         path.replace(path.with_suffix(".json"))
 
 
 def do_share(stage, final, tmp, _, rank, world_size):
-    """A step of datatrove: do every world_size-th piece of a stage. final: the folder to publish then, or None."""
+    """A step of datatrove: do every world_size-th piece of a stage. final: the folder to publish after it, or None."""
     folder = tmp / "work"
     for number in range(rank, work_of(folder).pieces(stage), world_size):
         do(stage, number, folder)

@@ -1,9 +1,9 @@
 """
-The inverse of data.py: at which samples a run has read a document.
+The inverse of data.py: which samples of a run contain a document.
 
-A window's place in the order of samples is a permutation keyed by (seed, epoch). So nothing need be logged during the
-run: the order is computed again, whatever the number of ranks and however often it was stopped. That takes 0.15 s for
-each million samples: 9 minutes for the 15T tokens of Apertus.
+The order of samples is a permutation keyed by (seed, epoch). So nothing needs to be logged during the run: the order is
+computed again, for any number of ranks and of resumes. That takes 0.15 s for each million samples: 9 minutes for the
+15T tokens of Apertus.
 """
 
 import os
@@ -22,7 +22,7 @@ def samples_of(data, path, offset, n, until):
     The samples below `until` of a TokenDataset or StagedDataset that hold one of the tokens offset .. offset + n - 1 of
     the shard at `path`; tokens beyond its end are those of the next shard. int64, sorted.
 
-    A window is T + 1 tokens, so a token between two windows is in both.
+    A window has T + 1 tokens, so the token at the border of two windows is in both.
     """
     if isinstance(data, StagedDataset):
         stages = zip(data.begins, data.ends, data.parts)
@@ -43,9 +43,9 @@ def samples_of(data, path, offset, n, until):
 
 def data_of_run(config, samples):
     """
-    The windows that a run of train.py with these settings (its config.json) has read in this number of samples.
+    The data set of a run of train.py with these settings (its config.json), which has read this number of samples.
 
-    ValueError: the folder no longer holds the data that it read.
+    ValueError: the folder no longer holds the data that the run has read.
     """
     folder, T = config["data"], config["block_size"]
     if config["stage"]:

@@ -1,15 +1,15 @@
 """
-Take documents out of a data folder: prepare.py --remove=FILE --out=FOLDER.
+Delete documents from a data folder: prepare.py --remove=FILE --out=FOLDER.
 
-    asked for    ids, URLs or hosts, one a line; rows with an id, url, host or text; or a newer store of robots.txt
-    shards       lose the tokens of these documents; a shard that held none of them is the same file as before
-    ledger       the rows stay, with "withdrawn:..." as the reason and the time
-    unknown      an entry of the list that never was in the folder is named at the end, with exit code 2; all others
-                 are removed
+    FILE         ids, URLs or hosts, one a line; rows with an id, url, host or text; or a newer store of robots.txt
+    shards       lose the tokens of these documents; a shard that holds none of them stays the same file
+    ledger       the rows stay, with "withdrawn:..." as the reason, and the time
+    unknown      an id that never was in the folder is reported at the end, with exit code 2; the documents of all other
+                 entries are removed
 
-The new folder is made as OUT.tmp, checked, and takes the place of the old one: after a kill at any moment one of the
-two is there, whole. Windows are numbered anew, so train.py does not resume a run that has read the old data. Later
-files do not bring a withdrawn document back by --known.
+The new folder is made in OUT.tmp, checked, and renamed: after a kill at any moment the old or the new one is intact.
+Windows are numbered anew, so train.py does not resume a run that has read the old data. With --known=FOLDER, new files
+do not bring a withdrawn document back.
 """
 
 import os
@@ -30,11 +30,11 @@ from engine.readers import in_one_line, kind_of, open_bytes, records
 
 def withdraw(path, out, final, tmp):
     """
-    Take the documents that the file `path` names out of the data folder `final`, which the user calls `out`.
+    Delete the documents that the file `path` names from the data folder `final`, which the user calls `out`.
     tmp: as building() gives it.
 
-    ValueError, with the folder as it was: none of it is there, or a source would be empty. ValueError, after the others
-    have been removed: an entry was never there.
+    ValueError, with the folder unchanged: it has none of these documents, or a source would become empty. ValueError,
+    after the other documents have been deleted: an id was never there.
     """
     meta, report = verify(final)
     if any(os.path.dirname(shard["file"]) for shard in shards_of(meta)):
@@ -66,8 +66,8 @@ def withdraw(path, out, final, tmp):
 
 def read_list(path, robots):
     """
-    The entries of a list, as reason_of() takes them. robots: what report.json says of the agents that were asked
-    before, or None.
+    The entries of a list, as reason_of() takes them. robots: the "robots" of report.json, whose agents and rules a new
+    store is read with; or None.
     """
     entries, store = set(), None
     if not os.path.exists(path):
@@ -79,7 +79,7 @@ def read_list(path, robots):
             lines = open_bytes(dict(path=path)).read().decode("utf-8-sig", "replace").splitlines()
         for line in {line.strip() for line in lines} - {""}:
             entries |= {("id", line), ("url", line)}
-            # What could be a host may be one.
+            # A line that looks like a host may be one.
             if re.fullmatch(r"[^/: ]*\.[^/: ]*", line):
                 entries.add(("host", line))
     else:
@@ -101,7 +101,7 @@ def read_list(path, robots):
 
 
 def blocking(entries):
-    """The arguments of robots.verdict() that refuse the hosts among the entries."""
+    """The arguments of robots.verdict() that block the hosts among the entries."""
     return dict(blocked={bare(value) for key, value in entries if key == "host"})
 
 
@@ -119,7 +119,7 @@ def withdrawn_entries(folder):
             row["host"] = host_key(row["url"])
             entries |= {(key, row[key]) for key in {"text", "url", why} & row.keys() if row[key]}
     for row in rows_of(folder, ["url", "reason"]) if entries else ():
-        # Others of the same URL may stay: parts of a page, or of a data set.
+        # Other documents of the same URL may stay: parts of a page, or of a data set.
         if not row["reason"]:
             entries.discard(("url", row["url"]))
     return entries, blocking(entries)
@@ -147,7 +147,7 @@ def choose(final, out, asked):
     """
     ({(shard, offset): row to remove, with its reason}, a sentence about entries that were never there, or "").
 
-    An id belongs to one folder, and so may a line of text that is no URL. A list of URLs may cover several folders.
+    Only ids, and lines that are no URL, are reported as unknown: a list of URLs may cover several folders.
     """
     rows, used, left, copies = {}, set(), set(), set()
     for row in rows_of(final):
@@ -160,14 +160,14 @@ def choose(final, out, asked):
         if not why:
             left.add((row["source"], row["split"]))
             continue
-        # An entry that was withdrawn before is no mistake.
+        # An entry that was withdrawn before is not unknown.
         used.add(entry)
         if not row["withdrawn"]:
             rows[row["shard"], row["offset"]] = dict(row, reason=why)
     stay = [row["id"] for row in rows_of(final) if row["text"] in copies and not row["reason"]
             and (row["shard"], row["offset"]) not in rows]
     if stay:
-        print(f"{counted(len(stay), 'text')} of the list stays under another id, such as {stay[0]}: "
+        print(f"{counted(len(stay), 'text')} of the list kept under another id, such as {stay[0]}: "
               "name that id as well to remove it")
     for source, split in sorted({(row["source"], row["split"]) for row in rows.values()} - left):
         raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
@@ -189,7 +189,7 @@ def cut(final, new, meta, rows):
     Write the shards and the ledger without the tokens of these rows. Returns {source: {split: entries for meta.json}}.
     """
     entries, moved, now = {}, {}, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    # The first tokens of a shard may be of the last document of the shard before.
+    # Whether the tokens before a shard's first document stay: they belong to the last document of the shard before.
     before = True
     for entry in shards_of(meta):
         file = entry["file"]
@@ -220,7 +220,7 @@ def cut(final, new, meta, rows):
 
 
 def link(old, new):
-    """The same file under a second name, which takes neither time nor room; a copy where there are no links."""
+    """Give a file a second name, which takes no time and no space; copy it where links are not possible."""
     try:
         os.link(old, new)
     except OSError:
