@@ -26,13 +26,11 @@ def on_mps():
     own = parsed.backend_indices[DispatchKey.MPS]
     functions = {str(f.func.name): f for f in parsed.native_functions}
     # A structured operation has the kernel of its out= variant.
-    kernels = {
-        name: functions[str(f.structured_delegate or name)]
-        for name, f in functions.items()
-    }
     return {
         name
-        for name, f in kernels.items() if f.has_composite_kernel or own.has_kernel(f)
+        for name, f in functions.items()
+        for kernel in [functions[str(f.structured_delegate or name)]]
+        if kernel.has_composite_kernel or own.has_kernel(kernel)
     }
 
 
@@ -45,10 +43,9 @@ class Mac(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         found = op(*args, **(kwargs or {}))
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs, found))
         dtypes = [
             t.dtype
-            for t in leaves if isinstance(t, torch.Tensor) and t.is_meta
+            for t in torch.utils._pytree.tree_leaves((args, kwargs, found)) if isinstance(t, torch.Tensor) and t.is_meta
         ]
         if dtypes:
             self.seen.add(op.name().removeprefix("aten::"))
