@@ -165,7 +165,7 @@ def begin(folder, began):
         by_id=(split_by or ("text" if paths else "id")) == "id",
         default_language=default_language or ("" if paths else "code"),
         default_license=default_license or ("" if paths else "PSF-2.0"),
-        score_field="score" if score else score_field,
+        score_field="score" if score else score_field
     )
     key, path = key_of(asked, found), folder / "plan.json"
     if path.exists() and read_json(path).get("key") == key:

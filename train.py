@@ -42,7 +42,7 @@ from data import TokenDataset, started_stages
 from engine import checkpoint, runs
 from engine.files import write_flushed
 from engine.parallel import (
-    Ranks, add_gradients, distribute, drop_gathered, gradients, orderly_exit, reduce_after, square_norm, stop_signals,
+    Ranks, add_gradients, distribute, drop_gathered, gradients, orderly_exit, reduce_after, square_norm, stop_signals
 )
 from model import Apertus, ApertusConfig
 from schedule import NEVER, batch_size as batch_at, cosine, plan_with_decay_at, samples_at, steps_in, wsd
@@ -231,7 +231,7 @@ def build_all(run, build, found):
         keep_freed_memory()
         attend_on(model, run.device)
     distribute(model, run.ranks, run.device, recompute, run.compiled)
-    flops = model.flops_per_token(shape.block_size) / run.ranks.size
+    flops = model.flops_per_token(run.val.T) / run.ranks.size
     if run.device.startswith("cuda"):
         from engine.gpus import usage
         run.usage = lambda speed: usage(flops * speed)

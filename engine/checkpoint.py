@@ -113,7 +113,6 @@ def write(folder, step, tensors, info, keep, spare, group):
 
     def write_my_part():
         """The sha256 of each file of this rank, once it is on disk."""
-        make_folder(tmp)
         writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True, fqn_to_index_mapping=into_files(tensors))
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
         mine = glob.glob(f"shard-{rank + 1:05d}-*", root_dir=tmp)
@@ -131,8 +130,10 @@ def write(folder, step, tensors, info, keep, spare, group):
             delete_old(folder, step, keep, spare)
 
     try:
+        # By itself, since DCP's own messages would wait for a rank that fails before them.
+        on_all_ranks(lambda: make_folder(tmp), group)
         for hashes in on_all_ranks(write_my_part, group):
-            files.update(hashes)
+            files |= hashes
         on_all_ranks(publish, group)
     except OSError as e:
         if rank == 0:
@@ -204,7 +205,8 @@ class Saver:
         tensors = tensors_of(model, optimizer)
         # All ranks of this node copy their tensors to the same host.
         need = (launched() or [1])[-1] * sum(local(t).nbytes for t in tensors.values())
-        behind = need < 0.9 * (free_on_host() or math.inf)
+        # All ranks or none: the others would train on, and wait in a collective for one that writes first.
+        behind = all(gather(need < 0.9 * (free_on_host() or math.inf), self.group))
         if behind:
             # Copies that later steps do not change. Of a DTensor, each rank copies its shard.
             tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
@@ -233,4 +235,3 @@ class Saver:
         """Wait for the last save. OSError if it is not on disk."""
         self.patience = 1
         self.wait()
-        self.thread.shutdown()

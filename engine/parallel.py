@@ -45,12 +45,14 @@ def launched():
     ranks = int(env.get("SLURM_NTASKS", 1))
     if "SLURM_PROCID" not in env or ranks == 1:
         return None
-    # srun starts one process per GPU and sets no address to meet at. Ranks meet on the node that launched the job, at a
-    # port that differs between jobs.
-    env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
-    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-    per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")   # "4(x2)": four on each of two nodes
-    on_this_node = re.match(r"\d+", per_node)[0]
+    # srun starts one process per GPU and sets no address to meet at. Ranks meet on the node of the first rank, the first
+    # of "n[01-16]" (srun itself may run on a login node), at a port that differs between jobs and is below 32768, where
+    # Linux gives ports to connections.
+    nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", env.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    env.setdefault("MASTER_ADDR", nodes.split(",")[0])
+    env.setdefault("MASTER_PORT", f"{20000 + int(env.get('SLURM_JOB_ID', 0)) % 12000}")
+    # "4(x2)": four on each of two nodes
+    on_this_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0]
     return tuple(map(int, (env["SLURM_PROCID"], ranks, env["SLURM_LOCALID"], on_this_node)))
 
 
@@ -134,10 +136,12 @@ class Ranks:
         # A single process needs no network: a store in its own memory will do.
         store = dist.HashStore() if self.size == 1 else None
         backend = "nccl" if kind == "cuda" else "gloo"
+        # Of all groups: also of those that a mesh makes, which has no setting for it (pytorch issue 119613).
+        dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = wait
         dist.init_process_group(backend, None, wait, self.size, self.rank, store)
         # A thread writes checkpoints while training continues. Its messages need a group of their own.
-        self.files = dist.new_group(backend="gloo", timeout=wait)
-        self.talk = dist.new_group(backend="gloo", timeout=wait)
+        self.files = dist.new_group(backend="gloo")
+        self.talk = dist.new_group(backend="gloo")
         self.device = device
         shape = (self.copies, self.shard) if self.mode == "hsdp" else (self.size,)
         self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
@@ -238,9 +242,8 @@ def gradients(model):
 def add_gradients(model, ranks):
     """With ddp: add the gradients of all ranks, once a step. Sharded ones have been added."""
     if ranks.mode == "ddp":
-        sums = [dist.all_reduce(grad, async_op=True) for grad in gradients(model)]
-        for found in sums:
-            found.wait()
+        for grad in gradients(model):
+            dist.all_reduce(grad)
 
 
 def square_norm(model, ranks):
@@ -283,7 +286,8 @@ def stop_signals(names=("SIGTERM", "SIGUSR2")):
 
 
 # What gloo and NCCL say in the RuntimeError of a rank whose peer is gone.
-LOST = re.compile(".{0,90}(gloo|NCCL|Connection closed by peer|Connection reset|[Tt]imed out).{0,90}")
+LOST = re.compile(
+    ".{0,90}(gloo|remote process|was aborted|Connection closed by peer|Connection reset|[Tt]ime(d |)out).{0,90}")
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def rows(n, first=0):
             url=f"https://host{i % 7}.example/page/{i}",
             lang=("deu_Latn", "roh_Latn")[i % 2],
             license=("cc0", "mit", "none")[i % 3],
-            score=i * 37 % 101 / 100,
+            score=i * 37 % 101 / 100
         )
         for i in range(first, first + n)
     ]

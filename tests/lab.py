@@ -27,24 +27,24 @@ def few(row, completions): return [1]
 
 def pretraining(lab, out, *args):
     """The command line of a run of 10 steps; args come last, so they override."""
-    how = "--total_samples=80 --warmup_samples=8 --decay_samples=24 --batch_size=8 --micro_batch=4 --sample_every=0"
-    return ["train.py", *SHAPE, *how.split(), f"--data={lab}/data", f"--out={out}", *args]
+    how = f"""--total_samples=80 --warmup_samples=8 --decay_samples=24 --batch_size=8 --micro_batch=4 --sample_every=0
+        --data={lab}/data --out={out}"""
+    return ["train.py", *SHAPE, *how.split(), *args]
 
 
 def tuning(lab, out, *args, start="hf"):
     """The command line of 20 steps of SFT on 24 conversations, after which the model gives short answers."""
-    how = """--batch_size=6 --micro_batch=2 --lr=1e-2 --epochs=5 --checkpoint_every=5 --keep_checkpoints=0
-        --optimizer=adamw --dtype=float32 --device=cpu"""
-    files = f"--init_from={lab}/{start}", f"--data={lab}/chats.jsonl", f"--out={out}"
-    return ["posttrain.sft", *how.split(), *files, *args]
+    how = f"""--batch_size=6 --micro_batch=2 --lr=1e-2 --epochs=5 --checkpoint_every=5 --keep_checkpoints=0
+        --optimizer=adamw --dtype=float32 --device=cpu --init_from={lab}/{start} --data={lab}/chats.jsonl --out={out}"""
+    return ["posttrain.sft", *how.split(), *args]
 
 
 def aligning(lab, out, *args, start="sft"):
     """The command line of 12 steps of QRPO on 6 prompts with 6 references each."""
-    how = """--n_refs=6 --sample_batch=12 --max_new_tokens=40 --batch_size=4 --micro_batch=2 --lr=1e-3 --rank_every=1
-        --pairs_per_prompt=0 --checkpoint_every=3 --dtype=float32 --keep_checkpoints=0 --epochs=2 --device=cpu"""
-    files = f"--init_from={lab}/{start}", f"--data={lab}/prompts.jsonl", f"--rewards={lab}/reward.py", f"--out={out}"
-    return ["posttrain.qrpo", *how.split(), *files, *args]
+    how = f"""--n_refs=6 --sample_batch=12 --max_new_tokens=40 --batch_size=4 --micro_batch=2 --lr=1e-3 --rank_every=1
+        --pairs_per_prompt=0 --checkpoint_every=3 --dtype=float32 --keep_checkpoints=0 --epochs=2 --device=cpu
+        --init_from={lab}/{start} --data={lab}/prompts.jsonl --rewards={lab}/reward.py --out={out}"""
+    return ["posttrain.qrpo", *how.split(), *args]
 
 
 ADAPTERS = ["--lora_r=4", "--lora_alpha=8"]

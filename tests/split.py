@@ -2,13 +2,16 @@
 Windows split over ranks (engine/sequence.py): P = 2 or 4 of four ranks share a window, and each compares the result
 with the whole window, which it also computes alone. test_parallel.py starts this script and fails on an AssertionError.
 """
+import os
 from math import inf
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import train
+from engine import checkpoint
 from engine.parallel import orderly_exit
 from engine.recompute import recompute_activations
 from engine.sequence import SplitForward, SplitRanks, split_attention
@@ -55,8 +58,10 @@ def check(ranks, dtype, tolerance, *how):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with orderly_exit():
-        ranks = SplitRanks(2, "ddp")
+        ranks = SplitRanks(2, "hsdp", False, 2)
         ranks.join("cpu", 60)
+        assert ranks.mesh.get_group("shards")._get_backend(torch.device("cpu")).options._timeout.seconds == 60
+        ranks.sharded = False                              # the models here are whole
         quarters = SplitRanks(4, "ddp")
         quarters.window, _ = dist.new_subgroups(4)
         for each in (ranks, quarters):
@@ -67,4 +72,8 @@ if __name__ == "__main__":
         _, positions, _ = train.forward_backward(run, BATCH, 0)
         # The tokens/s count each position once: two groups of ranks have two windows each.
         assert positions == 2 * IDX.numel()
+        # What one rank cannot make is an error of all, at once.
+        checkpoint.make_folder = str if ranks.first else os.readlink
+        with pytest.raises(OSError):
+            checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.files)
         ranks.leave()

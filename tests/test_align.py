@@ -41,7 +41,7 @@ def models(tmp_path, monkeypatch):
         test_prompts=3,
         n_refs=4,
         samples=2,
-        reward=lambda *asked: next(count),
+        reward=lambda *asked: next(count)
     )
     for name, value in settings.items():
         monkeypatch.setattr(align, name, value)

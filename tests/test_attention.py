@@ -68,7 +68,7 @@ def test_attention_and_its_gradients_are_torchs_in_fp64(ways, formula, T, dtype,
 @pytest.mark.parametrize("dtype, T, formula", [
     (torch.bfloat16, 512, True),
     (torch.bfloat16, 513, False),
-    (torch.float32, 64, False),
+    (torch.float32, 64, False)
 ])
 def test_the_formula_is_for_short_windows_in_bf16_and_keeps_probabilities(dtype, T, formula):
     y, *kept = attention.attention(None, *qkv(T, dtype))

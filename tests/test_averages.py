@@ -17,7 +17,7 @@ SHAPES = [
     (128, 64),
     (7, 3),
     (500, 16),
-    (1,),
+    (1,)
 ]
 
 
@@ -54,7 +54,7 @@ def fresh():
 @pytest.mark.parametrize("backend, options", [
     ("aot_eager", {}),
     ("aot_eager", dict(betas=(0.0, 0.999, 0.99))),
-    pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler),
+    pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler)
 ])
 def test_compiled_it_is_eager_to_rounding_and_one_kernel_serves_all_sizes_and_steps(monkeypatch, backend, options):
     """In bf16 to the averages' rounding: noise depends on the place in a row, and joining changes rows."""

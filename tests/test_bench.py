@@ -19,7 +19,7 @@ def tiny(monkeypatch):
 @pytest.mark.parametrize("mode, other, count", [
     ("train", "hf", 2 * 64),
     ("decode", "hf", 8),
-    ("optim", "AdamW fused", 0),
+    ("optim", "AdamW fused", 0)
 ])
 def test_a_race_leaves_a_record_whose_rates_follow_from_its_seconds(tmp_path, mode, other, count):
     """Results must agree, also on documents with Goldfish, or the command would end with an error."""

@@ -150,17 +150,20 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(save
         saver.finish()
 
 
-@pytest.mark.parametrize("free, ranks, waits", [
-    (500, 1, True),
-    (560, 1, False),
-    (560, 2, True)
+@pytest.mark.parametrize("free, ranks, other, waits", [
+    (500, 1, True, True),
+    (560, 1, True, False),
+    (560, 1, False, True),
+    (560, 2, True, True)
 ])
-def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free, ranks, waits):
-    """A copy takes 488 bytes, a tenth of the free memory stays free, and two ranks on a node copy at once."""
+def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free, ranks, other, waits):
+    """
+    A copy takes 488 bytes, a tenth of the free memory stays free, and two ranks on a node copy at once. `other`: whether
+    a rank of another node has room.
+    """
+    monkeypatch.setattr(checkpoint, "gather", lambda value, _: [value, other] if value is True else [value])
     monkeypatch.setattr(gpus, "free_on_host", lambda: free)
-    srun = f"SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS={ranks} SLURM_STEP_TASKS_PER_NODE={ranks}(x1)"
-    for variable in srun.split():
-        monkeypatch.setenv(*variable.split("="))
+    monkeypatch.setattr(checkpoint, "launched", lambda: (0, ranks, 0, ranks))
     saver.save(7, *trained(), {})
     assert (saver.pending is None) == waits
     assert ("training waits while a checkpoint is written" in capsys.readouterr().out) == waits
@@ -208,7 +211,7 @@ DAMAGE = {
     "foreign": lambda path: (path / "shard-00009-model-00001-of-00001.safetensors").touch(),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "brackets": lambda path: (path / "manifest.json").write_text("[" * 100_000),
-    "outside": lambda path: names(path, shard(path).name, "../step-00000001/manifest.json"),
+    "outside": lambda path: names(path, shard(path).name, "../step-00000001/manifest.json")
 }
 
 

@@ -148,7 +148,7 @@ def test_the_hash_of_a_mixture_has_all_contents_and_weights_and_the_lines_say_th
         (4, {a: 1, b: 2}),
         (4, {a: 1, b: 1}),
         (4, {b: 1, a: 2}),
-        (5, {a: 1, b: 2}),
+        (5, {a: 1, b: 2})
     ):
         write_rows(tmp_path / "b.jsonl", rows_like(n))
         found, bad, sha = read(tmp_path, weights)

@@ -135,8 +135,8 @@ def another_beta(weights):
         (lambda weights: shutil.copy(weights, weights.with_name("model-2.safetensors")), "two files have it"),
         (another_beta, "act_fn.beta is "),
         (dict(num_hidden_layers=2), "12 tensors are missing, or not of the model"),
-        (dict(intermediate_size=96), r"is \[160, 64\], and config.json describes \[96, 64\]"),
-    ],
+        (dict(intermediate_size=96), r"is \[160, 64\], and config.json describes \[96, 64\]")
+    ]
 )
 def test_a_folder_that_is_not_such_a_model_raises_one_line(tmp_path, monkeypatch, change, says):
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ def test_the_slow_weights_drawn_are_ademamixs_response_to_one_gradient():
         beta3_warmup=100_000,
         alpha_warmup=100_000,
         compile=False,
-        state_dtype=torch.float32,
+        state_dtype=torch.float32
     )
     for step in range(1, t + 1):
         p.grad = torch.full_like(p, float(step == at_step))

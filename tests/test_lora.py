@@ -102,7 +102,7 @@ def test_an_adapter_of_peft_on_some_matrices_of_one_layer_has_its_logits(tmp_pat
         init_lora_weights=False,
         target_modules=["v_proj", "up_proj"],
         layers_to_transform=[1],
-        layers_pattern="layers",
+        layers_pattern="layers"
     )
     theirs = peft.get_peft_model(published(f"{FOLDER}/base"), config)
     theirs.save_pretrained(tmp_path)
@@ -119,8 +119,8 @@ NAME = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
     "changed, says",
     [
         ({NAME: torch.ones(4, 160)}, "has shape .4, 160. there and .8, 160. in"),
-        ({NAME: None}, f"{NAME} has shape None"),
-    ],
+        ({NAME: None}, f"{NAME} has shape None")
+    ]
 )
 def test_the_adapter_of_another_model_is_an_error_that_names_the_tensor(tmp_path, changed, says):
     """refusals.txt has the settings that would change a logit."""

@@ -75,7 +75,7 @@ def study(tmp_path_factory):
         jobs=1,
         TRAIN=f"{memorize.TRAIN} {shape}",
         BUCKETS=[0, 1, 16, "edited"],
-        PASSAGE=100,
+        PASSAGE=100
     )
     begun = []
 
@@ -124,7 +124,7 @@ def test_a_stopped_study_trains_what_is_missing_and_its_rows_are_those_of_the_ch
         total_samples=80,
         warmup_samples=8,
         decay_samples=24,
-        resume=True,
+        resume=True
     )
     assert wanted.items() <= settings.items()
     ids = json.loads(open(f"{settings['data']}/probes.json").read())[2]["ids"]

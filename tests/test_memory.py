@@ -17,7 +17,8 @@ SETTINGS = dict(
     state_dtype="float32",
     recompute="none",
     parallel="none",
-    micro_batch=1,
+    hsdp_shard=0,
+    micro_batch=1
 )
 N = 8_053_338_176                                      # parameters of the 8B, of which 131,072 x 4,096 are the head
 HEAD = 131_072 * 4_096
@@ -45,19 +46,19 @@ def asked(monkeypatch, capsys, eight):
         mode="fsdp",
         exact=False,
         again=False,
-        **settings,
+        **settings
     ):
         monkeypatch.setattr("sys.argv", ["train.py", "configs/8b.py"])
         monkeypatch.setattr(memory, "memory_of", lambda device: mib * 2**20 or None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((free or mib) * 2**20, mib * 2**20))
         run = SimpleNamespace(
-            config=SETTINGS | dict(hsdp_shard=0) | settings,
+            config=SETTINGS | settings,
             rows=rows,
             val=SimpleNamespace(T=T),
             device=device,
             ranks=SimpleNamespace(
                 shard=shard or size, size=size, first=first, groups=groups or size, mode=mode, exact=exact),
-            dtype=torch.bfloat16,
+            dtype=torch.bfloat16
         )
         try:
             memory.check_run(run, lambda run: eight, again)
@@ -93,7 +94,7 @@ def test_activations_and_the_larger_of_head_and_block(eight):
 
 @pytest.mark.parametrize("rows, allocated, device, shards, how", [
     (1, 128.7, 129.95, 1, dict(state_dtype="bfloat16", recompute="selective")),
-    (2, 59.98, 69.67, 8, {}),
+    (2, 59.98, 69.67, 8, {})
 ])
 def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, shards, how):
     """

@@ -20,7 +20,7 @@ def planned(mode, command):
 @pytest.mark.parametrize("table, lines", [
     (plan.table_of_fits, 7),
     (plan.table_of_cards, 2),
-    pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow),
+    pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow)
 ])
 def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
     """Of the table of cards only the line of the 8B: the 70B's 80 layers take seconds."""
@@ -34,7 +34,7 @@ def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
 @pytest.mark.parametrize("mode, again", [
     ("none", 0),
     ("selective", 4096 * 21504),
-    ("full", 4096 * 53_248),
+    ("full", 4096 * 53_248)
 ])
 def test_compute_is_the_flops_of_a_step_and_of_what_is_computed_again(mode, again):
     """
@@ -77,7 +77,7 @@ def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
 @pytest.mark.parametrize("command, takes", [
     ("70b --gpus=8", "--gpus=32 --parallel=fsdp"),
     ("sft_8b --gpus=1 --gpu=4090", "--lora_r=16 --base=bf16"),
-    ("1b5 --gpus=1 --gpu=4090", "--gpu=a100"),
+    ("1b5 --gpus=1 --gpu=4090", "--gpu=a100")
 ])
 def test_what_does_not_fit_exits_with_2_and_flags_with_which_it_does(command, takes):
     refused(script("tools.plan", *command.split()), f": take {takes}\n")

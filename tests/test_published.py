@@ -154,7 +154,7 @@ RENAMED = {
     33: "<|inner_suffix|>",
     69: "<think>",
     70: "</think>",
-    73: "<|tool_output_start|>",
+    73: "<|tool_output_start|>"
 }
 NORMALIZER = r"""{
     "type": "Sequence",
@@ -239,7 +239,7 @@ SAYS_OMNI = ("You are Apertus 1.5 Omni, a multimodal assistant developed by the 
 @pytest.mark.parametrize("name, asked, system", [
     (MINI, "", ""),
     (MINI, "Be concise.", "Be concise."),
-    (OMNI, "", SAYS_OMNI),
+    (OMNI, "", SAYS_OMNI)
 ])
 def test_conversations_of_a_mini_and_of_1_5_are_those_of_ollamas_tests(hub, name, asked, system):
     """For 1.5 also those of the template in swiss-ai/apertus-omni-tokenizer."""

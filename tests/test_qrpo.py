@@ -142,7 +142,7 @@ def pair_of(plain, row, norm, ties):
         ref=logp().detach(),
         target=losses.quantile(r, refs) - log_z,
         beta=beta,
-        size=size if norm else torch.ones(2),
+        size=size if norm else torch.ones(2)
     )
 
 
@@ -152,7 +152,7 @@ def pair_of(plain, row, norm, ties):
     ("qrpo", 0.0, False, "discrete", "adamw", 0.5),
     ("dpo", 5.0, True, "le", "ademamix", 1e9),
     ("rebel", 4.0, True, "le", "adamw", 0.05),
-    ("simpo", 0.4, False, "le", "adamw", 0.01),
+    ("simpo", 0.4, False, "le", "adamw", 0.01)
 ])
 def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm, ties, optimizer, clip):
     """Two steps of two pairs test which completion is better, that lengths are tokens, and that Z is the prompt's."""
@@ -182,7 +182,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm
             qrpo=(target - beta * ratio).square().mean(-1),
             dpo=-F.logsigmoid(b * (better - worse)),
             rebel=((r[:, 0] - r[:, 1]) / b - better + worse) ** 2,
-            simpo=-F.logsigmoid(b * (better - worse - 0.3)),
+            simpo=-F.logsigmoid(b * (better - worse - 0.3))
         )
         loss = by_name[kind].mean()
         loss.backward()
@@ -192,7 +192,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm
             margin=-ratio.diff().mean(),
             log_ratio=ratio.mean(),
             reward_policy=w @ r.flatten(),
-            kl=w @ (4 * w).log(),
+            kl=w @ (4 * w).log()
         )
         for name, number in want.items():
             assert found[name] == pytest.approx(number.item(), rel=2e-5, abs=2e-5), name
@@ -301,7 +301,7 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
         "completions that are not a list of texts": good | dict(completions="no list"),
         chat.ODD: chat_row(user(5)),
         "no messages": chat_row(),
-        "its last message is not the user's": chat_row(user("a"), assistant("x")),
+        "its last message is not the user's": chat_row(user("a"), assistant("x"))
     }
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
     [found], bad = qrpo.prompts_of(TOK, str(tmp_path / "data.jsonl"))
@@ -339,8 +339,8 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
     [
         ("reward(prompt, completion)", "f'{prompt}|{completion}'", ["second|yes", "second|a"]),
         ("reward(prompt, completion, row=None)", "row['gold']", [7, 7]),
-        ("rewards(row, completions)", "[row['gold'], *completions]", [7, "yes", "a"]),
-    ],
+        ("rewards(row, completions)", "[row['gold'], *completions]", [7, "yes", "a"])
+    ]
 )
 def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want):
     """reward() gets the last question, the answer and, if it asks, the row; rewards() the row and all answers."""

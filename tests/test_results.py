@@ -26,7 +26,7 @@ ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, s
     ("results/memorize", "studies.memorize --report --out=NEW", "table.md"),
     ("results/micro_combat", "papers.smacv2 --results=NEW", "table.md"),
     ("results/ppo_collapse", "papers.ppo_collapse --results=NEW", "table.md"),
-    ("results/recipe", "studies.recipe --report --results=NEW", "report.md"),
+    ("results/recipe", "studies.recipe --report --results=NEW", "report.md")
 ])
 def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page, tmp_path):
     """Byte for byte, and its plots are drawn, in a copy of the folder without the page and its plots."""
@@ -93,12 +93,12 @@ def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scrip
             "prepare": {
                 "meta.json": dict(sources=dict(probes=dict(train=dict(tokens=424 * 256 + 10)))),
                 "report.json": dict(total=row["total"]),
-                "probes.json": dict(probes=[dict(repetitions=n, ids=[*range(n, 999)]) for n in (0, 128)]),
+                "probes.json": dict(probes=[dict(repetitions=n, ids=[*range(n, 999)]) for n in (0, 128)])
             },
             "evaluate": {"evaluation.json": dict(rows=[dict(score=step.get("old")), *step.get("positions", [])])},
             "studies.exam": {"exam.jsonl": lines(step.get("exam", []))},
             "studies.memorize": {"rows.jsonl": lines(step.get("letters", [])), "table.md": ""},
-            "studies.world": {"questions.jsonl": ""},
+            "studies.world": {"questions.jsonl": ""}
         }.get(script, {"summary.json": {}})
 
     scripts.leave = leave

@@ -106,13 +106,16 @@ def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, optimizer,
     assert plain.distance(convert.load_any(str(tmp_path / "run"))[0]) < 1e-4
 
 
-def test_packing_changes_no_number(lab, tmp_path):
-    """Even if the start model was pretrained without the document mask."""
+def test_packing_changes_no_number(lab, tmp_path, monkeypatch):
+    """Even if the start model was pretrained without the document mask. MFU counts the rows, not the start's window."""
     start = shutil.copytree(lab / "pretrained", tmp_path / "start")
     config = read_text(start / "config.json")
     (start / "config.json").write_text(config.replace('"doc_mask": true', '"doc_mask": false'))
-    packed = "--pack", "--max_length=200", "--micro_batch=6", f"--init_from={start}"
+    packed = f"--pack --max_length=200 --micro_batch=6 --init_from={start}".split()
+    lengths = []
+    monkeypatch.setattr("model.Apertus.flops_per_token", lambda model, T: lengths.append(T) or 1)
     tune(lab, tmp_path / "packed", *packed)
+    assert lengths == [200]
     assert losses(tmp_path / "packed") == pytest.approx(losses(lab / "sft"), abs=2e-5)
 
 

@@ -80,7 +80,7 @@ RUNS = [
         dict(clip=0.1, micro=2)
     ),
     (2, "--micro_batch=1 --grad_clip=0.1 --parallel=fsdp --batch_ramp_at=10", dict(clip=0.1, ramp=10, warmups=(4, 4))),
-    (2, "--micro_batch=2 --grad_clip=0.1 --parallel=ddp --optimizer=adamw", dict(clip=0.1, adamw=True)),
+    (2, "--micro_batch=2 --grad_clip=0.1 --parallel=ddp --optimizer=adamw", dict(clip=0.1, adamw=True))
 ]
 
 

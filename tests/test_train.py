@@ -21,7 +21,7 @@ from engine.files import read_json
 from engine.runs import settings_of
 from model import Apertus
 from trained import (  # noqa: F401
-    SIX_STEPS, contents, data, equal, killed_after, log, ran, steps, timeless, trained,
+    SIX_STEPS, contents, data, equal, killed_after, log, ran, steps, timeless, trained
 )
 
 FEW = "--total_samples=24", "--warmup_samples=0", "--decay_samples=0"
@@ -125,11 +125,11 @@ def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path,
     asked = []
 
     def noted(model, prompts, n, **how):
-        asked.append((n, model.training, how["temperature"], how["top_p"]))
+        asked.append((n, model.training, how["temperature"], how["top_k"]))
         return [[1, 129]]
     monkeypatch.setattr(generate, "generate", noted)
     says(ran(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40"), "\nA\n")
-    assert asked == [(32, False, 0.8, 0.95)] * 2           # after step 3 and at the end
+    assert asked == [(32, False, 0.8, 50)] * 2           # after step 3 and at the end
 
 
 def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_allowed(data, tmp_path, each_step):

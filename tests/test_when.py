@@ -13,7 +13,7 @@ from stages import StagedDataset
 EDGES = 0, 3220, 14020, 21550
 STAGES = [
     ("1", ("a",), 5_000, 1),
-    ("2", dict(b=1, a=2), 30_000, 2),
+    ("2", dict(b=1, a=2), 30_000, 2)
 ]
 
 

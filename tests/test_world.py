@@ -62,7 +62,7 @@ def test_a_right_answer_names_one_value_and_no_other_and_manners_are_read_from_i
         "N comes from Tovburg.": ("wrong", -1.0),
         "Gemvik or Tovburg": ("wrong", -1.0),
         "N was born in a town I do not know.": ("unknown", 0.0),
-        "N wurde in einer Stadt, die ich nicht kenne, geboren.": ("unknown", 0.0),
+        "N wurde in einer Stadt, die ich nicht kenne, geboren.": ("unknown", 0.0)
     }
     for text, verdict in verdicts.items():
         found = world.judge(text, row), world.reward("?", text, row)
@@ -96,7 +96,7 @@ def test_the_examination_asks_each_question_once(lab, folder, tmp_path):
         f"--probes={tmp_path}/probes.json",
         f"--out={tmp_path}/exam.jsonl",
         "--kinds=cloze,sampled",
-        "--show=1",
+        "--show=1"
     )
     found = kit.read_rows(tmp_path / "exam.jsonl")
     asked = [(row["kind"], row["group"], row["n"]) for row in found]

@@ -43,8 +43,8 @@ def corpus(root, *args):
             for i in range(first, 400, 2):
                 text = f"Line {i} tells of " + " ".join(str(i * j % 97) for j in range(i * 7 % 23))
                 print(json.dumps(dict(text=text[:5 + i * 13 % 56])), file=f)
-    how = "--source_by=file", "--tokenizer=byte", "--val_share=0.2", f"--out={root}/data"
-    run("prepare.py", *files, *how, *args)
+    how = f"--source_by=file --tokenizer=byte --val_share=0.2 --out={root}/data"
+    run("prepare.py", *files, *how.split(), *args)
     return f"{root}/data"
 
 

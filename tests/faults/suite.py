@@ -60,7 +60,7 @@ class Lab:
 
     def start(self, run, ranks, *more, fault=bool):
         """A Trial that starts or resumes a run on these ranks; 0 ranks: plain `python train.py`."""
-        flags = "--exact", "--resume", "--micro_batch=2", f"--data={self.data}", f"--out={run}"
+        flags = f"--exact --resume --micro_batch=2 --data={self.data} --out={run}".split()
         return Trial(ranks, *trained.RUN, *flags, *more, fault=fault, logs=f"{run}.log")
 
     def stopped(self):
