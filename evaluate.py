@@ -239,7 +239,7 @@ def accepted_answers(row):
     if not choices:
         answers = answer if isinstance(answer, list) else [answer]
         return [str(one).strip() for one in answers if one is not None and str(one).strip()]
-    if type(choices) is not list or "" in choices:
+    if type(choices) is not list or "" in choices or None in choices:
         return []
     if answer in choices:
         return [answer]

@@ -264,8 +264,11 @@ def tekken():
 
 
 def without_long_runs(text):
-    """Cut a text into pieces without longer runs of white space than 100,000, on which the regular expression fails."""
-    return re.split(r"(\s{100000})", text)
+    """
+    Cut a text inside runs of 65,536 white spaces, on which the regular expression fails: where a token of a power of
+    two spaces ends, and never before the last space, which may belong to the next word.
+    """
+    return re.split(r"(\s{65536})(?=\s)", text)
 
 
 def train_bpe(texts, vocab_size, path):
@@ -406,9 +409,9 @@ def read_bpe(path):
     there = [*vocab.items(), *zip([s for s in added if s not in vocab], itertools.count(len(vocab)))]
     there += [(token["content"], int(i)) for i, token in settings.get("added_tokens_decoder", {}).items()]
     moved = [s for s, i in there if id_of.get(s) != i]
-    # If one token begins like another, transformers takes the longer one, tiktoken either.
+    # Of two tokens that overlap, transformers and tiktoken may take different ones.
     odd = [s for s in in_text if any(map(added[s].get, EXACT))
-           or any(t != s and (t.startswith(s) or s.startswith(t)) for t in added)]
+           or any(t != s and (t in s or s in t) for t in added)]
     faults = {
         "it cuts text in another way": own != frame["model"] or saved.get("pre_tokenizer") != frame["pre_tokenizer"],
         "it normalizes text": re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', normalizer),
@@ -416,7 +419,7 @@ def read_bpe(path):
         "its merges are not all pairs of its pieces in the order of their ids": merges != merges_of(spelled),
         "two tokens have the same id": len({*id_of.values()}) < len(id_of),
         f"it numbers {moved} by itself": moved,
-        f"its added tokens {odd} take white space with them, stand alone or begin like another": odd,
+        f"its added tokens {odd} take white space with them, stand alone or overlap others": odd,
     }
     for fault, found in faults.items():
         if found:

@@ -182,8 +182,7 @@ def test_one_command_gives_a_table_and_json(lab, tmp_path):
         [quiz("1 + 1?", ["2", "3"], "2"), dict(question="2 + 2?", answer=4)]
     )
     table, rows = evaluated(tmp_path, texts, task, f"--init_from={lab}/hf")
-    names = [(row["name"], row["n"]) for row in rows]
-    assert names == [
+    assert [(row["name"], row["n"]) for row in rows] == [
         ("all", 4),
         ("de", 1),
         ("en", 2),
@@ -215,10 +214,9 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path)
     data = str(tmp_path / "own")
     how = "--tokenizer=apertus:400", "--source_by=source", f"--out={data}", "--val_share=0.5"
     run("prepare.py", tmp_path / "x.jsonl", *how)
-    sources = evaluate.TokenDataset(data, "val", 1).meta["sources"]
     counts = {
         source: splits["val"]["documents"]
-        for source, splits in sources.items()
+        for source, splits in evaluate.TokenDataset(data, "val", 1).meta["sources"].items()
     }
     # The model has another vocabulary, so the text is tokenized again.
     found = evaluate.validation_documents(data, TOK)

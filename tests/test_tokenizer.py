@@ -57,7 +57,7 @@ def test_apertus_ids_are_the_published_ones():
 def test_the_pattern_is_the_published_one_and_its_other_spelling_cuts_alike():
     package = os.path.dirname(importlib.util.find_spec("mistral_common").origin)
     assert read_json(f"{package}/data/tekken_240718.json")["config"]["pattern"] == PATTERN
-    ranks = dict(zip(load("apertus").pieces[:8192], range(8192)))
+    ranks = dict(zip(load("apertus:8192").pieces, range(8192)))
     published, grouped = (
         tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         for pattern in (PATTERN, tokenizer.GROUPED)
@@ -77,9 +77,10 @@ def test_bytes_are_bytes_and_the_first_k_ranks_are_nested_in_apertus():
 
 
 def test_a_run_of_a_million_spaces_is_text_too(tmp_path):
-    """tiktoken and rustbpe fail on such a run in one piece."""
+    """tiktoken and rustbpe fail on such a run in one piece; tokenizers makes 18,752 ids of it."""
     text = "x" + " " * 1_200_000 + "y"
-    assert load("apertus").decode(load("apertus").encode(text)) == text
+    ids = load("apertus").encode(text)
+    assert load("apertus").decode(ids) == text and len(ids) == 18_752
     assert train_bpe([text, "abab"], 330, str(tmp_path / "v.json")).vocab_size == 330
 
 
@@ -256,8 +257,9 @@ def test_a_name_of_the_chat_format_cannot_be_typed_even_where_a_file_calls_it_or
 CONTRADICTIONS = r"""
     tokenizer.json/added_tokens/+ | {"id": 400, "content": "far"} | numbers \['far'\] by itself
     tokenizer.json/added_tokens/+ | {"id": 364, "content": "word", "lstrip": true} | \['word'\] take white space
-    tokenizer.json/added_tokens/+ | {"id": 364, "content": "<email-pii>s"} | begin like another
-    tokenizer.json/added_tokens/+ | {"id": 364, "content": "<em", "special": true} | begin like another
+    tokenizer.json/added_tokens/+ | {"id": 364, "content": "<email-pii>s"} | overlap others
+    tokenizer.json/added_tokens/+ | {"id": 364, "content": "<em", "special": true} | overlap others
+    tokenizer.json/added_tokens/+ | {"id": 364, "content": "[<email-pii>]", "special": true} | overlap others
     tokenizer.json/model/vocab/a | 300 | two tokens have the same id
     tokenizer.json/model/vocab/a | null | lacks some of the 256 bytes
     tokenizer.json/model/merges | [["a", "b"]] | its merges are not all pairs
