@@ -45,9 +45,9 @@ def launched():
     ranks = int(env.get("SLURM_NTASKS", 1))
     if "SLURM_PROCID" not in env or ranks == 1:
         return None
-    # srun starts one process per GPU and sets no address to meet at. Ranks meet on the node of the first rank, the first
-    # of "n[01-16]" (srun itself may run on a login node), at a port that differs between jobs and is below 32768, where
-    # Linux gives ports to connections.
+    # srun starts one process per GPU and sets no address to meet at. Ranks meet on the first rank's node, the first of
+    # "n[01-16]" (srun itself may run on a login node). Their port differs between jobs, and is below those from 32768
+    # on, which Linux gives to connections.
     nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", env.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     env.setdefault("MASTER_ADDR", nodes.split(",")[0])
     env.setdefault("MASTER_PORT", f"{20000 + int(env.get('SLURM_JOB_ID', 0)) % 12000}")

@@ -67,7 +67,7 @@ def script(name, *args, stdin="", pictures=False):
         contextlib.chdir(ROOT),
         patch.object(sys, "argv", [name, *map(str, args)]),
         patch.object(sys, "stdin", io.StringIO(stdin)),
-        patch.object(plot, "curves", plot.curves if pictures else lambda *args, **how: None),
+        patch.object(plot, "curves", plot.curves if pictures else lambda *args, **how: None)
     ):
         try:
             # Not run_path, which would compile the source anew.

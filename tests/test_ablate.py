@@ -36,7 +36,7 @@ def test_holms_p_values_are_those_of_the_textbook():
 CONCLUSIONS = {
     "b is higher than a by 0.085 to 0.135": [0.11, 0.10, 0.12],
     "b is lower than a by 0.085 to 0.135": [-0.11, -0.10, -0.12],
-    "no significant difference between b and a: the 95 % interval is -0.265 to +0.352": [0.11, -0.10, 0.12],
+    "no significant difference between b and a: the 95 % interval is -0.265 to +0.352": [0.11, -0.10, 0.12]
 }
 
 

@@ -27,8 +27,7 @@ def trained(compile, **options):
     params = [
         torch.nn.Parameter(torch.randn(shape))
         for shape in SHAPES
-    ]
-    params.append(torch.nn.Parameter(torch.randn(9, 5).T))
+    ] + [torch.nn.Parameter(torch.randn(9, 5).T)]
     sizes = [p.numel() for p in params]
     how = dict(betas=(0.9, 0.999, 0.99), alpha_warmup=10, beta3_warmup=10, compile=compile)
     opt = AdEMAMix(params, **how | options)

@@ -80,7 +80,7 @@ def test_peft_computes_the_loss_that_the_run_ends_with(lab, runs):
 
 @pytest.mark.parametrize("args, warned", [
     ("--block_size=512", True),
-    ("--block_size=512 --rope_theta=1e6 --doc_mask=False", False),
+    ("--block_size=512 --rope_theta=1e6 --doc_mask=False", False)
 ])
 def test_window_and_rope_may_change(lab, tmp_path, args, warned):
     done = go_on(lab, tmp_path / "run", *args.split(), "--total_samples=24")

@@ -101,7 +101,7 @@ def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_ch
         quiz("1 + 1?", ["3", "2"], "b"),
         quiz("2 + 2? ", ["5", "4"], "4"),
         quiz("3?", ["6", "7"], 0),
-        quiz("4?", list("abcd"), "D"),
+        quiz("4?", list("abcd"), "D")
     ]
     context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n"
     first, second = evaluate.asked(rows, "x")

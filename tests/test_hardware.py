@@ -102,7 +102,7 @@ def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
     there = {
         "/proc/self/cgroup": "1:cpu:/x\n0::/job_7\n",
         "/sys/fs/cgroup/job_7/memory.current": "300000\n",
-        "/sys/fs/cgroup/job_7/memory.stat": "anon 200000\ninactive_file 90000\n",
+        "/sys/fs/cgroup/job_7/memory.stat": "anon 200000\ninactive_file 90000\n"
     }
     monkeypatch.setattr(gpus.Path, "read_text", lambda path: there.get(str(path), ""))
     assert gpus.free_on_host() is None

@@ -23,7 +23,7 @@ LIMITS = "tests/limits.json"
 ALL = {"", "engine", "corpus", "posttrain", "studies", "papers", "tools"}
 MAY = {
     "": {"engine"}, "engine": {"model"}, "corpus": {"", "engine"}, "posttrain": {"", "engine"}, "studies": ALL,
-    "papers": ALL, "tools": ALL | {"tests"},
+    "papers": ALL, "tools": ALL | {"tests"}
 }
 
 

@@ -172,7 +172,7 @@ THINKS = {"<think>": -0.01, "Okay": -5.0}
     (429, "429", 3),
     (400, "400: No.: too long", 1),
     ({"5": None}, "lists no log-probs", 1),
-    ({"5": math.nan}, "not finite", 1),
+    ({"5": math.nan}, "not finite", 1)
 ])
 def test_a_server_that_says_no_digit_is_an_error(served, answer, says, times):
     """Published: a digit in the thoughts counts as the score, and without an answer the first of a pair wins."""

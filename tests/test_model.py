@@ -70,7 +70,7 @@ def test_logits_loss_and_gradients_are_the_published_ones(name):
 @pytest.mark.parametrize("H, K, D, layers, tied, begins", [
     (5, 1, 16, 2, False, (0, 0)),                          # an odd number of heads, multi-query
     (3, 3, 8, 1, True, (7, 100)),                          # multi-head; each row begins at another position
-    (4, 2, 32, 1, False, (33_000, 9_000)),                 # positions past 8,192 and past 32,768
+    (4, 2, 32, 1, False, (33_000, 9_000))                 # positions past 8,192 and past 32,768
 ])
 def test_logits_and_all_gradients_are_those_of_a_fresh_transformers_model(H, K, D, layers, tied, begins):
     ours = moved(

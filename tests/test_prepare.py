@@ -127,8 +127,12 @@ def test_the_tokens_of_a_row_are_its_text_and_the_order_and_the_split_are_hashes
 def run(*args, first=""):
     """Start prepare.py in a new process that first runs the lines `first`."""
     code = f"{first}\nimport prepare\nfrom configurator import run\nprepare.SMALL = 0\nrun(prepare.main, vars(prepare))"
-    command = [sys.executable, "-c", code, "--tokenizer=byte", *map(str, args)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "--tokenizer=byte", *map(str, args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True)
 
 
 def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path):

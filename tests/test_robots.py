@@ -319,7 +319,7 @@ HEADERS = {
         train-ai / train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 /
         train-ai=n x / train-ai=(n) / Train-AI=n / train-ai = n / x-train-ai=n / n |
         train-ai=n / train-ai=n, search=y / search=y, train-ai=n;x="1;2" / train-ai=n;a=1;b / train-ai=y,train-ai=n""",
-    "tdm-reservation": " / 0 / other / 2 | 1",
+    "tdm-reservation": " / 0 / other / 2 | 1"
 }
 
 

@@ -204,7 +204,7 @@ def test_our_chat_is_the_published_template_and_ours_in_transformers_with_its_as
             case["messages"],
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **case["options"],
+            **case["options"]
         )
         assert (theirs["input_ids"], theirs["assistant_masks"]) == apertus.chat_ids(written(case, date=None))
 
