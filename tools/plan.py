@@ -90,7 +90,7 @@ def shards():
 def check_split(what, parts, **wholes):
     """ValueError, one line, if one of these numbers cannot be split into these parts."""
     for name, n in wholes.items():
-        if parts < 1 or n % parts:
+        if not 0 < parts <= n or n % parts:
             raise ValueError(f"{what}={parts} does not divide {name}={n}: take a divisor of that")
 
 
@@ -159,8 +159,8 @@ def plan_of(model, mode):
     compute = tokens * flops_of(model) / (spec.flops * mfu) + seconds_of(exchanged, sequence_parallel)
     links = seconds_of(8 * model.num_params(), shards())
     speed = gpus * tokens / max(compute, links)
-    found = {kind: size / 1e9 for kind, size in sizes[rows].items()}
-    found |= dict(fits=fits, tokens=tokens, compute_s=compute, links_s=links, tokens_per_s=speed)
+    found = {kind: size / 1e9 for kind, size in sizes[rows].items()} | dict(
+        fits=fits, tokens=tokens, compute_s=compute, links_s=links, tokens_per_s=speed)
     # The length of fine-tuning depends on its conversations, which a plan does not read.
     return found if max_length else found | dict(days=total_samples * window / speed / 86400)
 
@@ -195,7 +195,6 @@ def main():
     print(f"{'GB, recompute':14}" + "".join(f"{mode:>14}" for mode in MODES))
     for what in plans["none"]:
         print(f"{what:14}" + "".join(f"{plan[what]:14,.2f}" for plan in plans.values()))
-    print()
 
     fitting = [mode for mode in MODES if plans[mode]["fits"]]
     if not fitting:
@@ -204,7 +203,7 @@ def main():
     mode = max(fitting, key=lambda mode: plans[mode]["tokens_per_s"])
     best = plans[mode]
     how = parallel if shards() == 1 else "fsdp" if shards() == gpus else "hsdp"
-    print(f"-> --parallel={how} --recompute={mode} --micro_batch={best['fits']}")
+    print(f"\n-> --parallel={how} --recompute={mode} --micro_batch={best['fits']}")
     if best["links_s"] > best["compute_s"]:
         print("-> communication-bound: the links take longer than the compute that hides them. Take --parallel=hsdp "
               "where a node holds the model, else tensor and pipeline parallelism (github.com/pytorch/torchtitan; "
