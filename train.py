@@ -225,11 +225,12 @@ def build_all(run, build, found):
     with torch.device("meta" if run.ranks.sharded else run.device):
         run.model = model = build(run)
     model.dtype = run.dtype
+    # Here, since only a run needs it. On a GPU too, where it changes nothing but that layers have an attribute of this
+    # name: if the first sample set it, torch.compile would compile all blocks again.
+    from engine.attention import attend_on
+    attend_on(model, run.device)
     if run.device == "cpu":
-        # Here, since a GPU has its own kernels.
-        from engine.attention import attend_on
         keep_freed_memory()
-        attend_on(model, run.device)
     distribute(model, run.ranks, run.device, recompute, run.compiled)
     flops = model.flops_per_token(shape.block_size) / run.ranks.size
     if run.device.startswith("cuda"):
