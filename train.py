@@ -236,8 +236,9 @@ def build_all(run, build, found):
     if run.device.startswith("cuda"):
         from engine.gpus import usage
         run.usage = lambda speed: usage(flops * speed)
-        # Where memory was allocated, should it run out.
-        torch.cuda.memory._record_memory_history("state", stacks="python")
+        # Where the memory that is held was allocated, should it run out. Not where it was freed: torch 2.11 loses an
+        # error that is under way meanwhile, and torch's checkpoint() ends its recomputation by one.
+        torch.cuda.memory._record_memory_history("state", "state", "python")
     # Frozen weights are in no checkpoint.
     if not found or not all(p.requires_grad for p in model.parameters()):
         # A pretrained model (init_from) has an init_weights() of its own, which reads a file.
