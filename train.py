@@ -225,18 +225,20 @@ def build_all(run, build, found):
     with torch.device("meta" if run.ranks.sharded else run.device):
         run.model = model = build(run)
     model.dtype = run.dtype
+    # Imported here, since only a run needs it. A GPU computes as before, but its layers get an attribute of this name:
+    # if the first sample set it, torch.compile would compile all blocks again.
+    from engine.attention import attend_on
+    attend_on(model, run.device)
     if run.device == "cpu":
-        # Imported here, since a GPU does not need it.
-        from engine.attention import attend_on
         keep_freed_memory()
-        attend_on(model, run.device)
     distribute(model, run.ranks, run.device, recompute, run.compiled)
     flops = model.flops_per_token(run.val.T) / run.ranks.size
     if run.device.startswith("cuda"):
         from engine.gpus import usage
         run.usage = lambda speed: usage(flops * speed)
-        # Record where memory is allocated, for the snapshot that main() writes if it runs out.
-        torch.cuda.memory._record_memory_history("state", stacks="python")
+        # Record where held memory was allocated, for the snapshot that main() writes if it runs out. Frees are not
+        # recorded: torch 2.11 then loses the exception by which its checkpoint() ends a recomputation.
+        torch.cuda.memory._record_memory_history("state", "state", "python")
     # Checkpoints do not hold frozen weights, so these are initialised in a resumed run too.
     if not found or not all(p.requires_grad for p in model.parameters()):
         # A pretrained model (init_from) has an init_weights() of its own, which reads a file.
