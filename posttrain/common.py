@@ -95,9 +95,8 @@ def tune(script, what, prepare, batches, forward_backward):
         run.validate_first = bool(script["old"])
 
     def introduce(run, end):
-        names = mine.keys() | vars(shape).keys() | run.hashes.keys() | {"start_hash"}
-        kept = {name: value for name, value in run.config.items() if name in names}
-        convert.describe(train.out, kept | dict(chat=True), run.shape, tok)
+        more = dict(chat=True, start_hash=run.config.get("start_hash"))
+        convert.describe(train.out, vars(run.shape) | mine | run.hashes | more, run.shape, tok)
         print(*run.notes, f"{run.items} {what}, {end} step{'s' * (end != 1)}", sep="\n")
 
     def finish(run, last):
@@ -105,8 +104,7 @@ def tune(script, what, prepare, batches, forward_backward):
             run.log(step=last - 1, **entry)
         run.summary = dict(steps=last)
         if run.ranks.first:
-            adapters = f"; the adapters for PEFT: {train.out}/adapter" if script["lora_r"] else ""
-            print(f"{train.out}: talk to it with python sample.py --chat --init_from={train.out}{adapters}")
+            print(f"{train.out}: talk to it with python sample.py --chat --init_from={train.out}")
 
     def forward_backward_or_stop(run, batch, step):
         try:
@@ -142,15 +140,7 @@ def cached(files, ranks, what, compute, together=False):
     for k in tqdm(mine, what, delay=2, leave=False, disable=not ranks.first):
         write_flushed(files[k], json.dumps(compute(k)), shared=True)
     ranks.add(0)        # Barrier: no rank reads before every rank has written.
-    return list(map(contents, files))
-
-
-def contents(file):
-    """The value in a JSON file. ValueError, one line, if it is damaged."""
-    try:
-        return json.loads(read_text(file))
-    except ValueError:
-        raise ValueError(f"{file} is damaged: delete it, and it will be made again") from None
+    return [json.loads(read_text(file)) for file in files]
 
 
 # -----------------------------------------------------------------------------

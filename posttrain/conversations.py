@@ -21,7 +21,6 @@ import os
 
 import numpy as np
 
-import chat
 from chat import describe_dropped, learnable
 from configurator import attached, literal
 from data import Stream
@@ -33,8 +32,6 @@ from posttrain import common
 dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 
 SAID = np.uint32(1 << 31)       # the top bit of an id: set if the assistant produces the token, so that it is learnt
-# The columns of parquet files that are read.
-COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*chat.FORMS)
 
 
 # -----------------------------------------------------------------------------
@@ -61,14 +58,14 @@ def files_of(source):
     return files
 
 
-def numbered(file, part, columns=COLUMNS):
+def numbered(file, part):
     """
-    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3". columns: as in readers.rows().
+    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3".
 
     ValueError: a line is not a JSON object, or the file is damaged. A null in parquet is a missing key.
     """
     parquet = readers.kind_of(file["path"]) == "parquet"
-    for n, row in readers.rows(file, part, columns):
+    for n, row in readers.rows(file, part):
         place = f"{'row' if parquet else 'line'} {n + 1}"
         if isinstance(row, str):
             raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is incomplete "
@@ -89,9 +86,9 @@ def without_nulls(value):
     return value
 
 
-def first_rows(source, n, *how):
-    """(place, row) of the first n rows of a source, or of all if n is None; how: as in numbered()."""
-    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part, *how))
+def first_rows(source, n):
+    """(place, row) of the first n rows of a source, or of all if n is None."""
+    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part))
     return itertools.islice(rows, n)
 
 
@@ -200,16 +197,3 @@ def tokenize(folder, judge, name, file, part):
     write_flushed(f"{folder}/{name}.npy", content.getvalue(), shared=True)
     learnt = int((tokens >= SAID).sum())
     return dict(file=f"{name}.npy", tokens=len(tokens), lengths=lengths, learnt=learnt, bad=bad)
-
-
-def described(conversations, bad, weights, epochs):
-    """Lines for the user: the rows left out; each source's share of a mixture, and how often it is seen; tokens."""
-    n = len(conversations)
-    lines = [describe_dropped(bad, n, "conversations")] if bad else []
-    for (source, weight), size in zip(weights.items(), conversations.sizes):
-        share = weight / sum(weights.values())
-        if len(weights) > 1:
-            times = share * epochs * n / size
-            lines.append(f"{source}: {size} conversations, {share:.1%} of the run, each seen {times:.2f} times")
-    lines.append(f"{conversations.tokens:,} tokens, {conversations.learnt:,} of them learnt")
-    return lines

@@ -44,12 +44,11 @@ import train                        # before torch: it sets the environment that
 import torch
 
 import convert
-import tokenizer
-from chat import learnable
+from chat import describe_dropped, learnable
 from configurator import run as run_script
 from engine.parallel import add_gradients, orderly_exit, reduce_after
 from posttrain import collapse, common
-from posttrain.conversations import described, first_rows, tokenized, weights_of
+from posttrain.conversations import first_rows, tokenized, weights_of
 
 # -----------------------------------------------------------------------------
 # the run
@@ -156,9 +155,11 @@ def prepare(run):
     folder = os.path.join(out, "tokens")
     run.conversations, bad, sha = tokenized(folder, run.tok, data, run.longest, date, run.ranks, keep_licenses,
                                             decontaminate)
-    run.items = len(run.conversations)
-    run.val.T = run.longest if pack else np.diff(run.conversations.starts).max()
-    run.notes = described(run.conversations, bad, weights_of(data), epochs)
+    found = run.conversations
+    run.items = len(found)
+    run.val.T = run.longest if pack else np.diff(found.starts).max()
+    run.notes = [describe_dropped(bad, run.items, "conversations")] if bad else []
+    run.notes.append(f"{found.tokens:,} tokens, {found.learnt:,} of them learnt")
     run.hashes = dict(data_hash=sha[:16], tokenizer_hash=run.tok.hash[:16])
 
 
@@ -195,11 +196,10 @@ def forward_backward(run, rows, step):
 
 def show_conversations():
     """--show: the first three conversations of each source, token by token, or why one of them would be left out."""
-    tok = tokenizer.load_for(convert.local(init_from))
-    longest = max_length or convert.shape_of(init_from).block_size
+    shape, tok, _ = convert.start_of(init_from)
     tok.check_chat()
     for place, row in itertools.chain(*(first_rows(source, 3) for source in weights_of(data))):
-        found = learnable(tok, row, longest, date)
+        found = learnable(tok, row, max_length or shape.block_size, date)
         if isinstance(found, str):
             print(f"{place} is left out: {found}")
             continue

@@ -112,11 +112,11 @@ def ready(run):
 # additions to functions of train.py
 
 
-def wrap(old="", windows=0, tok=None):
+def wrap(old, windows, tok):
     """
     Let the loop of train.py save adapters, compare their base when it resumes, and validate on the text `old` too.
 
-    old, windows: `path` and `most` of forgetting.Old; old="": no such text. tok: the tokenizer of the model.
+    old, windows: `path` and `most` of forgetting.Old; old="": no such text; tok: the tokenizer of the model.
     """
     build_all, validate, finish = train.build_all, train.validate, train.finish
     text = forgetting.Old(old, tok, train.shape.block_size, windows, train.out) if old else None
