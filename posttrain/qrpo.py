@@ -36,11 +36,7 @@ $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.
 $ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("qrpo.py: start it from the project's root, python -m posttrain.qrpo", file=sys.stderr)
-    sys.exit(2)
+from posttrain import common   # first: a script started by its path gets posttrain/posttrain.py here
 
 import functools
 import itertools
@@ -49,7 +45,6 @@ import os
 from types import SimpleNamespace
 
 import numpy as np
-import train                        # before torch: it sets the environment that torch reads
 import torch
 
 from chat import describe_dropped, prompt_ids
@@ -58,7 +53,7 @@ from convert import fingerprint
 from engine.files import sha256_of
 from engine.parallel import add_gradients, drop_gathered, orderly_exit, reduce_after
 from generate import generate
-from posttrain import collapse, common, lora, start
+from posttrain import collapse, lora, start
 from posttrain.conversations import first_rows
 from posttrain.judge import Charter, reward_hash
 from posttrain.losses import (

@@ -30,24 +30,19 @@ $ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
 $ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("sft.py: start it from the project's root, python -m posttrain.sft", file=sys.stderr)
-    sys.exit(2)
+from posttrain import common   # first: a script started by its path gets posttrain/posttrain.py here
 
 import itertools
 import os
 
 import numpy as np
-import train                        # before torch: it sets the environment that torch reads
 import torch
 
 import convert
 from chat import describe_dropped, learnable
 from configurator import run as run_script
 from engine.parallel import add_gradients, orderly_exit, reduce_after
-from posttrain import collapse, common
+from posttrain import collapse
 from posttrain.conversations import first_rows, tokenized, weights_of
 
 # -----------------------------------------------------------------------------
