@@ -32,6 +32,7 @@ from safetensors.torch import save as safetensors_bytes
 from engine.files import read_json, write_flushed
 from engine.restore import place
 from model import Linear, generator_of
+from posttrain.quantised import matrices
 
 # All matrices of a block. PEFT's "all-linear" picks the same six.
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -80,8 +81,8 @@ def adapt(model, settings, seed=28):
     share = math.sqrt(r) if settings.get("use_rslora") else r
     device = model.lm_head.weight.device
     model.requires_grad_(False)
-    for name, layer in model.model.layers.named_modules(prefix="model.layers"):
-        if not isinstance(layer, Linear) or not name.endswith(targets):
+    for name, layer in matrices(model).items():
+        if not name.endswith(targets):
             continue
         layer.base_class, layer.__class__ = type(layer), Adapted
         layer.lora_A = Linear(layer.in_features, r).to(device)
