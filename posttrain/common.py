@@ -6,7 +6,6 @@ themselves. Both scripts keep their settings as globals, copy them to train.py, 
 that read the data and compute the loss.
 """
 
-import functools
 import json
 import math
 import os
@@ -140,14 +139,21 @@ def cached(files, ranks, what, compute, together=False):
     for k in tqdm(mine, what, delay=2, leave=False, disable=not ranks.first):
         write_flushed(files[k], json.dumps(compute(k)), shared=True)
     ranks.add(0)        # Barrier: no rank reads before every rank has written.
-    return [json.loads(read_text(file)) for file in files]
+    return list(map(contents, files))
+
+
+def contents(file):
+    """The value in a JSON file. ValueError, one line, if it is damaged."""
+    try:
+        return json.loads(read_text(file))
+    except ValueError:
+        raise ValueError(f"{file} is damaged: delete it, and it will be made again") from None
 
 
 # -----------------------------------------------------------------------------
 # the order of the data and the learning rate, as pure functions of the step
 
 
-@functools.lru_cache(1)
 def interleave(slots):
     """
     An even order of SLOTS samples, in which each source has its number of slots. Returns the source of each sample, and
@@ -171,7 +177,7 @@ def chosen(step, batch_size, sizes, weights, epochs, seed):
     pure function of the step, so that a resumed run and any number of ranks see the same batches.
     """
     slots = mix_weights(dict(enumerate(weights)))
-    source, before = interleave(tuple(slots.values()))
+    source, before = interleave([*slots.values()])
     end = min((step + 1) * batch_size, epochs * sum(sizes))
     position = np.arange(step * batch_size, end)
     block, j = np.divmod(position, SLOTS)

@@ -239,7 +239,7 @@ class Server:
     def post(self, **body):
         """The JSON that /chat/completions returns. OSError after three errors."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        if key := os.environ.get("OPENAI_API_KEY", "").strip():
             headers["Authorization"] = f"Bearer {key}"
         url = f"{self.url.rstrip('/')}/chat/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
