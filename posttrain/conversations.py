@@ -153,7 +153,7 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
         parts = common.cached(written, ranks, "tokenizing", lambda k: tokenize(folder, judge, *todo[k]))
         odd = [row for part in parts for row in part.pop("bad")]
         if not any(part["lengths"] for part in parts):
-            raise ValueError(f"{source}: {describe_dropped(odd, 0, 'conversations')}" if odd else f"{source} is empty")
+            raise ValueError(f"{source}: {describe_dropped(odd, 0, 'conversations')}")
         found.append(parts)
         bad += odd
     return Conversations(folder, found), bad, sha256_of([names, [*weights.values()]])

@@ -156,7 +156,7 @@ def prompts_of(tok, path):
             where = f"{path}, {place}: without --rewards,"
             asked[-1].rated = numbers(row, "ref_rewards", n_refs, where), numbers(row, "rewards", len(texts), where)
     if not asked:
-        raise ValueError(f"{path}: {describe_dropped(bad, 0, 'prompts')}" if bad else f"{path} is empty")
+        raise ValueError(f"{path}: {describe_dropped(bad, 0, 'prompts')}")
     return asked, bad
 
 
@@ -210,7 +210,7 @@ def load_policy(run, asked):
     """Load the start model, and find or make the folder of its references. Returns the hash of the data."""
     start.ready(run)
     made_from = dict(
-        start=getattr(run, "start_hash", None) or fingerprint(run.policy),
+        start=fingerprint(run.policy),
         tokenizer=run.tok.hash,
         data=sha256_of([p.row for p in asked]),
         prompts=sha256_of([p.ids for p in asked]),
