@@ -401,7 +401,7 @@ def load_adapters(folder, device, dtype, base):
         return model, tok
     if start[:16] != settings["start_hash"]:
         raise ValueError(f"{folder} was trained on other weights than those of {name} today")
-    lora.adapt(model, lora.settings_of(*(settings[f"lora_{key}"] for key in ("r", "alpha", "on", "rs"))))
+    lora.adapt(model, lora.adapters_of(settings))
     restore.load(weights_in(folder), model)
     model.config = shape_in(folder)  # train.py may have changed window and RoPE
     return model, load_for(folder)

@@ -14,7 +14,6 @@ Rows are left out by licence or evaluation prompt as documents are (corpus/rules
 $ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}" --keep_licenses=mit,cc0
 """
 
-import functools
 import io
 import itertools
 import os
@@ -135,7 +134,16 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     sources = checkpoint.gather(sources, ranks.files)[0]
     licenses = {name.strip() for name in keep_licenses.split(",")} if keep_licenses else None
     contamination = dedup.Contamination(dedup.read_prompts(decontaminate)) if decontaminate else None
-    judge = functools.partial(verdict, tok, max_length, date, licenses, contamination)
+
+    def judge(row):
+        """A row -> (ids, said), or why it is left out: licence, a reason of learnable(), or an evaluation prompt."""
+        if reason := selection.broken(row, licenses):
+            return reason
+        found = learnable(tok, row, max_length, date)
+        if isinstance(found, str) or not contamination:
+            return found
+        texts = [tok.decode(found[0])]
+        return "contaminated" if contamination.find(texts, *dedup.words(texts)) else found
 
     decisive = [tok.hash, max_length, date, keep_licenses, decontaminate and sha256(decontaminate)]
     os.makedirs(folder, exist_ok=True)
@@ -159,26 +167,10 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     return Conversations(folder, found), bad, sha256_of([names, [*weights.values()]])
 
 
-def verdict(tok, max_length, date, licenses, contamination, row):
-    """
-    A row -> (ids, said), or why it is left out: its licence, a reason of learnable(), or an evaluation prompt in it.
-
-    licenses: the allowlist, or None; contamination: dedup.Contamination, or None. ValueError: there is an allowlist,
-    and the row has no column license.
-    """
-    if reason := selection.broken(row, licenses):
-        return reason
-    found = learnable(tok, row, max_length, date)
-    if isinstance(found, str) or not contamination:
-        return found
-    texts = [tok.decode(found[0])]
-    return "contaminated" if contamination.find(texts, *dedup.words(texts)) else found
-
-
 def tokenize(folder, judge, name, file, part):
     """
     Write the ids of the conversations in a part of a file to folder/name.npy. Returns the file's entry for data.Stream,
-    the lengths of the conversations, and the rows that are left out.
+    the lengths of the conversations, and the rows that are left out. judge(row): ids and said, or why it is left out.
 
     ValueError: a line is not a JSON object.
     """

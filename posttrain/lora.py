@@ -60,14 +60,18 @@ def adapted(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
-def settings_of(r, alpha, on, rank_stabilised=False):
+def adapters_of(config):
     """
-    The adapters' settings under PEFT's names. on: "all", or names of matrices with commas. ValueError for unknown ones.
+    The settings of a run's adapters under PEFT's names, from all settings of the run (dict); None if all weights are
+    trained. ValueError for unknown matrices.
     """
+    if not config.get("lora_r"):
+        return None
+    r, on = config["lora_r"], config["lora_on"]
     wanted = MATRICES if on == "all" else on.split(",")
     if r < 1 or not {*wanted} <= {*MATRICES}:
         raise ValueError(f"lora_r={r}, lora_on={on!r}: want a rank from 1 on, and all or some of {','.join(MATRICES)}")
-    return dict(r=r, lora_alpha=alpha, target_modules=wanted, use_rslora=rank_stabilised)
+    return dict(r=r, lora_alpha=config["lora_alpha"], target_modules=wanted, use_rslora=config["lora_rs"])
 
 
 def adapt(model, settings, seed=28):
