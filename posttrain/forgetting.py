@@ -70,11 +70,11 @@ class Old:
         return dict(old_bpb=self.bits.sum() / self.sizes.sum())
 
     def recall(self):
-        """For a resumed run: read the start model's bits. ValueError if they are missing, or of other windows."""
-        found = read_json(self.file) if os.path.exists(self.file) else {}
-        if found.get("hash") != self.hash:
-            raise ValueError(f"{self.file} is missing, or is of other windows than {self.path} has today: use the same "
-                             "--old as when this run began, unchanged, or leave --old out")
+        """For a resumed run: read the start model's bits. ValueError: they are of other windows."""
+        found = read_json(self.file)
+        if found["hash"] != self.hash:
+            raise ValueError(f"{self.file} has other windows than {self.path} today: use the same --old as when this "
+                             "run began, unchanged, or leave --old out")
         self.before = np.array(found["bits"])
 
     def summary(self, first):

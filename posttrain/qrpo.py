@@ -278,8 +278,6 @@ def rewards_of(tok, p, score):
     except Exception as e:      # anything may come from the user's code
         raise ValueError(f"{where} failed ({in_one_line(e)}). The samples are kept: repair it and "
                          "--resume") from None
-    if len(values) != len(texts):
-        raise ValueError(f"{where} gave {len(values)} rewards for {len(texts)} completions")
     numbers(dict(rewards=values), "rewards", len(texts), where)
     return [values[:len(p.refs)], values[len(p.refs):]]
 

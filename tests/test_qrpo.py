@@ -318,7 +318,7 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
         sampling = ["--sample_batch=6", f"--references={tmp_path}/refs", "--epochs=1"]
         return tmp_path / name, *sampling, f"--rewards={lab}/reward.py:{name}"
 
-    for wrong, says in dict(fails="failed (ZeroDivisionError", nan="rewards=[nan", few="gave 1 rewards for 6").items():
+    for wrong, says in dict(fails="failed (ZeroDivisionError", nan="rewards=[nan", few="want 6 finite numbers").items():
         refused(script(*aligning(lab, *with_reward(wrong))), f"line 1: --rewards={lab}/reward.py:{wrong} ", says)
     [samples] = (tmp_path / "refs").glob("*/samples-*")
     before = samples.stat()
