@@ -589,9 +589,6 @@ def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5
 
 
 def main():
-    if not load:
-        raise ValueError("nothing to read: name it, --load=out/laptop, a Hugging Face folder or a hub name; "
-                         "and --save=FOLDER to write it")
     if save.endswith(".json"):
         if os.path.exists(save):
             raise ValueError(f"{save} is there already: choose another name")

@@ -119,7 +119,7 @@ def rows_of(conversations, pack, max_length):
     return rows
 
 
-def tensors(rows, device="cpu"):
+def tensors(rows, device):
     """Rows of conversations -> idx, targets (-1 where nothing is learnt), doc, each (rows, T), padded on the right."""
     lengths = [[len(ids) for ids, _ in row] for row in rows]
     found = np.full((3, len(rows), max(map(sum, lengths))), -1)

@@ -109,8 +109,8 @@ class Conversation:
         self.messages += turn
 
 
-def converse(model, tok, how, system="", tools="", thinking=False, max_new_tokens=300):
-    """Read a line, answer, repeat. tools: a JSON file, or "". how: the arguments of sample_token."""
+def converse(model, tok, how, system, tools, thinking, max_new_tokens):
+    """Read a line, answer, repeat. how: the arguments of sample_token; the others: settings of sample.py."""
     try:
         declared = json.loads(read_text(tools) if tools else "null")
     except json.JSONDecodeError as error:
