@@ -138,11 +138,6 @@ system:system human:user user:user gpt:assistant assistant:assistant observation
 """.split())
 
 
-def has_form(row):
-    """Whether a row has all keys of one of FORMS."""
-    return any(keys <= row.keys() for keys in FORMS)
-
-
 def conversation(row):
     """A row of one of FORMS as {"messages", "tools", …}. Raises one of ODD_CONTENT for a value of another type."""
     if "messages" in row:
@@ -170,8 +165,6 @@ def question_and_answer(prompt, answer):
 
 def of_sharegpt(turn):
     """{"from", "value"} as a message. The value of a function_call is {"name", "arguments"} as JSON."""
-    if "from" not in turn:
-        return turn
     if turn["from"] == "function_call":
         return dict(role="assistant", content="", tool_calls=[dict(function=json.loads(turn["value"]))])
     return dict(role=SPEAKERS[turn["from"]], content=turn["value"])
@@ -223,7 +216,7 @@ def fault(messages):
 def learnable(tok, row, max_length, date=None):
     """A row of any form -> (ids, said) as render() gives them, or why a model cannot learn from it (str)."""
     try:
-        if not has_form(row):
+        if not any(keys <= row.keys() for keys in FORMS):
             return "no known form of a conversation"
         row = conversation(row)
         if why := fault(row["messages"]):
@@ -239,9 +232,7 @@ def prompt_ids(tok, row, date=None):
     try:
         row = conversation(row | dict(messages=row["messages"]))
         messages = row["messages"]
-        if not messages:
-            return "no messages"
-        if messages[-1].get("role") != "user":
+        if not messages or messages[-1].get("role") != "user":
             return "its last message is not the user's"
         if why := fault([*messages, dict(role="assistant", content="an answer")]):
             return why

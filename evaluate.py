@@ -33,7 +33,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-import tokenizer as tokenizers
 from chat import stop_ids
 from configurator import attached
 from data import TokenDataset
@@ -42,6 +41,7 @@ from engine.files import write_json
 from engine.intervals import student, t_quantile, wilson
 from engine.runs import settings_of
 from generate import generate
+from tokenizer import load_for
 
 paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
                           # nothing = the validation documents of the run's own data
@@ -130,12 +130,11 @@ def pair(tok, context, continuation, T):
 # bits per byte
 
 
-def validation_documents(folder, tok):
+def validation_documents(folder):
     """(source, text) of each validation document of a data folder."""
     validation = TokenDataset(folder, "val", 1)
     meta = validation.meta
-    if meta["tokenizer_hash"] != tok.hash:
-        tok = tokenizers.load_for(folder)
+    tok = load_for(folder)
     # The sources follow one another in the stream. A document is BOS, its text, and the end of text.
     sources = [source for source, splits in meta["sources"].items() for _ in range(splits["val"]["documents"])]
     ids = validation.tokens(0, validation.n_tokens)
@@ -307,8 +306,6 @@ def answer_scores(model, tok, rows, name):
     if not 1 < room < T:
         raise ValueError(f"max_new_tokens={max_new_tokens}: want 1 to {T - 2}, so that a question has room in a window "
                          f"of {T}")
-    # Control tokens are not part of an answer.
-    silent = {i for name, i in tok.special.items() if name not in tokenizers.IN_TEXT}
     questions = asked(rows, name)
     size = max(1, batch_tokens // T)
     hits = []
@@ -317,7 +314,7 @@ def answer_scores(model, tok, rows, name):
         prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in batch]
         whole = generate(model, prompts, max_new_tokens, temperature=0, stop=stop_ids(tok))
         for prompt, ids, (_, accepted, _) in zip(prompts, whole, batch):
-            text = tok.decode([t for t in ids[len(prompt):] if t not in silent])
+            text = tok.words(ids[len(prompt):])
             hits.append(text.split("\n")[0].strip() in accepted)
     return [share(name, "exact match", hits, 0.0)]
 
@@ -418,7 +415,7 @@ def main():
     documents, rows = [], []
     for path in sources:
         if os.path.isdir(path):
-            documents += validation_documents(path, tok)[:limit or None]
+            documents += validation_documents(path)[:limit or None]
             continue
         texts, *tasks = contents(path)
         documents += texts

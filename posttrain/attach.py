@@ -68,9 +68,9 @@ guide_saving = False            # compute a guide only with the probability of i
 
 
 def check_settings():
-    if (lora_r or base != "fp32") and not (lora_r and init_from):
+    if (lora_r or base != "fp32") and not init_from:
         raise ValueError(f"lora_r={lora_r}, base={base}: adapters are trained next to the frozen weights of a model: "
-                         "name it with --init_from, and their rank, --lora_r=16")
+                         "name it with --init_from")
     if lora_r and (self_guided or fp8):
         raise ValueError(f"lora_r={lora_r} freezes the matrices that self_guided={self_guided} and fp8={fp8} train: "
                          "leave one of them out")
@@ -109,9 +109,6 @@ def take_shape(found):
             setattr(train.shape, name, value)
         elif own != value and not free:
             raise ValueError(f"{name}={own!r}, but {init_from} has {value!r}: leave it out, the start model decides it")
-    if train.shape.block_size > found.block_size and train.shape.rope_theta == found.rope_theta:
-        print(f"warning: windows of {train.shape.block_size} tokens, and {init_from} has seen {found.block_size} at "
-              "once: its RoPE may need another rope_theta")
 
 
 def main():

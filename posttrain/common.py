@@ -6,7 +6,6 @@ themselves. Both scripts keep their settings as globals, copy them to train.py, 
 that read the data and compute the loss.
 """
 
-import functools
 import json
 import math
 import os
@@ -95,9 +94,8 @@ def tune(script, what, prepare, batches, forward_backward):
         run.validate_first = bool(script["old"])
 
     def introduce(run, end):
-        names = mine.keys() | vars(shape).keys() | run.hashes.keys() | {"start_hash"}
-        kept = {name: value for name, value in run.config.items() if name in names}
-        convert.describe(train.out, kept | dict(chat=True), run.shape, tok)
+        more = dict(chat=True, start_hash=run.config.get("start_hash"))
+        convert.describe(train.out, vars(run.shape) | mine | run.hashes | more, run.shape, tok)
         print(*run.notes, f"{run.items} {what}, {end} step{'s' * (end != 1)}", sep="\n")
 
     def finish(run, last):
@@ -105,8 +103,7 @@ def tune(script, what, prepare, batches, forward_backward):
             run.log(step=last - 1, **entry)
         run.summary = dict(steps=last)
         if run.ranks.first:
-            adapters = f"; the adapters for PEFT: {train.out}/adapter" if script["lora_r"] else ""
-            print(f"{train.out}: talk to it with python sample.py --chat --init_from={train.out}{adapters}")
+            print(f"{train.out}: talk to it with python sample.py --chat --init_from={train.out}")
 
     def forward_backward_or_stop(run, batch, step):
         try:
@@ -157,7 +154,6 @@ def contents(file):
 # the order of the data and the learning rate, as pure functions of the step
 
 
-@functools.lru_cache(1)
 def interleave(slots):
     """
     An even order of SLOTS samples, in which each source has its number of slots. Returns the source of each sample, and
@@ -181,7 +177,7 @@ def chosen(step, batch_size, sizes, weights, epochs, seed):
     pure function of the step, so that a resumed run and any number of ranks see the same batches.
     """
     slots = mix_weights(dict(enumerate(weights)))
-    source, before = interleave(tuple(slots.values()))
+    source, before = interleave([*slots.values()])
     end = min((step + 1) * batch_size, epochs * sum(sizes))
     position = np.arange(step * batch_size, end)
     block, j = np.divmod(position, SLOTS)

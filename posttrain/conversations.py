@@ -14,14 +14,12 @@ Rows are left out by licence or evaluation prompt as documents are (corpus/rules
 $ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}" --keep_licenses=mit,cc0
 """
 
-import functools
 import io
 import itertools
 import os
 
 import numpy as np
 
-import chat
 from chat import describe_dropped, learnable
 from configurator import attached, literal
 from data import Stream
@@ -33,8 +31,6 @@ from posttrain import common
 dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 
 SAID = np.uint32(1 << 31)       # the top bit of an id: set if the assistant produces the token, so that it is learnt
-# The columns of parquet files that are read.
-COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*chat.FORMS)
 
 
 # -----------------------------------------------------------------------------
@@ -61,14 +57,14 @@ def files_of(source):
     return files
 
 
-def numbered(file, part, columns=COLUMNS):
+def numbered(file, part):
     """
-    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3". columns: as in readers.rows().
+    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3".
 
     ValueError: a line is not a JSON object, or the file is damaged. A null in parquet is a missing key.
     """
     parquet = readers.kind_of(file["path"]) == "parquet"
-    for n, row in readers.rows(file, part, columns):
+    for n, row in readers.rows(file, part):
         place = f"{'row' if parquet else 'line'} {n + 1}"
         if isinstance(row, str):
             raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is incomplete "
@@ -89,9 +85,9 @@ def without_nulls(value):
     return value
 
 
-def first_rows(source, n, *how):
-    """(place, row) of the first n rows of a source, or of all if n is None; how: as in numbered()."""
-    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part, *how))
+def first_rows(source, n):
+    """(place, row) of the first n rows of a source, or of all if n is None."""
+    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part))
     return itertools.islice(rows, n)
 
 
@@ -138,7 +134,16 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     sources = checkpoint.gather(sources, ranks.files)[0]
     licenses = {name.strip() for name in keep_licenses.split(",")} if keep_licenses else None
     contamination = dedup.Contamination(dedup.read_prompts(decontaminate)) if decontaminate else None
-    judge = functools.partial(verdict, tok, max_length, date, licenses, contamination)
+
+    def judge(row):
+        """A row -> (ids, said), or why it is left out: licence, a reason of learnable(), or an evaluation prompt."""
+        if reason := selection.broken(row, licenses):
+            return reason
+        found = learnable(tok, row, max_length, date)
+        if isinstance(found, str) or not contamination:
+            return found
+        texts = [tok.decode(found[0])]
+        return "contaminated" if contamination.find(texts, *dedup.words(texts)) else found
 
     decisive = [tok.hash, max_length, date, keep_licenses, decontaminate and sha256(decontaminate)]
     os.makedirs(folder, exist_ok=True)
@@ -156,32 +161,16 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
         parts = common.cached(written, ranks, "tokenizing", lambda k: tokenize(folder, judge, *todo[k]))
         odd = [row for part in parts for row in part.pop("bad")]
         if not any(part["lengths"] for part in parts):
-            raise ValueError(f"{source}: {describe_dropped(odd, 0, 'conversations')}" if odd else f"{source} is empty")
+            raise ValueError(f"{source}: {describe_dropped(odd, 0, 'conversations')}")
         found.append(parts)
         bad += odd
     return Conversations(folder, found), bad, sha256_of([names, [*weights.values()]])
 
 
-def verdict(tok, max_length, date, licenses, contamination, row):
-    """
-    A row -> (ids, said), or why it is left out: its licence, a reason of learnable(), or an evaluation prompt in it.
-
-    licenses: the allowlist, or None; contamination: dedup.Contamination, or None. ValueError: there is an allowlist,
-    and the row has no column license.
-    """
-    if reason := selection.broken(row, licenses):
-        return reason
-    found = learnable(tok, row, max_length, date)
-    if isinstance(found, str) or not contamination:
-        return found
-    texts = [tok.decode(found[0])]
-    return "contaminated" if contamination.find(texts, *dedup.words(texts)) else found
-
-
 def tokenize(folder, judge, name, file, part):
     """
     Write the ids of the conversations in a part of a file to folder/name.npy. Returns the file's entry for data.Stream,
-    the lengths of the conversations, and the rows that are left out.
+    the lengths of the conversations, and the rows that are left out. judge(row): ids and said, or why it is left out.
 
     ValueError: a line is not a JSON object.
     """
@@ -200,16 +189,3 @@ def tokenize(folder, judge, name, file, part):
     write_flushed(f"{folder}/{name}.npy", content.getvalue(), shared=True)
     learnt = int((tokens >= SAID).sum())
     return dict(file=f"{name}.npy", tokens=len(tokens), lengths=lengths, learnt=learnt, bad=bad)
-
-
-def described(conversations, bad, weights, epochs):
-    """Lines for the user: the rows left out; each source's share of a mixture, and how often it is seen; tokens."""
-    n = len(conversations)
-    lines = [describe_dropped(bad, n, "conversations")] if bad else []
-    for (source, weight), size in zip(weights.items(), conversations.sizes):
-        share = weight / sum(weights.values())
-        if len(weights) > 1:
-            times = share * epochs * n / size
-            lines.append(f"{source}: {size} conversations, {share:.1%} of the run, each seen {times:.2f} times")
-    lines.append(f"{conversations.tokens:,} tokens, {conversations.learnt:,} of them learnt")
-    return lines

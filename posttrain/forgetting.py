@@ -38,7 +38,7 @@ class Old:
     def __init__(self, path, tok, T, most, out):
         self.path, self.file, self.before = path, f"{out}/old.json", None
         rows = [(turn, n, window)
-                for n, text in enumerate(texts(path, tok, most))
+                for n, text in enumerate(texts(path, most))
                 for turn, window in enumerate(evaluate.windows_of(evaluate.text_ids(tok, text), T))]
         # All first windows come first, so that each document keeps one.
         rows.sort(key=lambda row: row[:2])
@@ -70,11 +70,11 @@ class Old:
         return dict(old_bpb=self.bits.sum() / self.sizes.sum())
 
     def recall(self):
-        """For a resumed run: read the start model's bits. ValueError if they are missing, or of other windows."""
-        found = read_json(self.file) if os.path.exists(self.file) else {}
-        if found.get("hash") != self.hash:
-            raise ValueError(f"{self.file} {'has other windows of' if found else 'is not there for'} {self.path}: use "
-                             "the same --old as when this run began, unchanged, or leave --old out")
+        """For a resumed run: read the start model's bits. ValueError: they are of other windows."""
+        found = read_json(self.file)
+        if found["hash"] != self.hash:
+            raise ValueError(f"{self.file} has other windows than {self.path} today: use the same --old as when this "
+                             "run began, unchanged, or leave --old out")
         self.before = np.array(found["bits"])
 
     def summary(self, first):
@@ -90,10 +90,9 @@ class Old:
                     old_plus_minus=half)
 
 
-def texts(path, tok, most):
+def texts(path, most):
     """The texts at `path`, at most `most` of them (0: all), evenly spaced. ValueError: no text there."""
-    folder = os.path.isdir(path)
-    documents = list(evaluate.validation_documents(path, tok)) if folder else evaluate.contents(path)[0]
+    documents = evaluate.validation_documents(path) if os.path.isdir(path) else evaluate.contents(path)[0]
     every = -(-len(documents) // most) if most else 1
     found = [text for _, text in documents[::every or 1] if text.strip()]
     if not found:

@@ -29,6 +29,7 @@ $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:http://localho
 """
 
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -43,7 +44,6 @@ import torch
 
 import convert
 from chat import content_of
-from engine import restore
 from engine.files import read_text, sha256, sha256_of
 
 DIGITS = "123456789"
@@ -237,7 +237,7 @@ class Server:
         return p
 
     def post(self, **body):
-        """The JSON that /chat/completions returns. OSError after three errors, or one 4xx other than 429."""
+        """The JSON that /chat/completions returns. OSError after three errors."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY", "").strip():
             headers["Authorization"] = f"Bearer {key}"
@@ -248,10 +248,9 @@ class Server:
                 with urllib.request.urlopen(request, timeout=600) as answer:
                     return json.load(answer)
             except Exception as e:          # anything may come from a network
-                code = getattr(e, "code", 0)
-                said = str(e.read(200), errors="replace") if code else "start it and repeat the command"
-                if not left or 400 <= code < 500 and code != 429:
-                    raise OSError(f"{self.url} does not answer ({e}): {' '.join(said.split())}") from None
+                if not left:
+                    raise OSError(f"{url} does not answer ({e}): start it, or correct the address or the "
+                                  "name of the model, and repeat the command") from None
             time.sleep(WAIT)
 
 
@@ -267,9 +266,6 @@ def of_spec(spec):
 
 def read_charter(file):
     """The text of a charter. ValueError if the file has none."""
-    if not os.path.isfile(file):
-        raise ValueError(f"no such charter: {file}. Want a text file with principles: posttrain/charter.md is a short "
-                         "one, Appendix O of arXiv 2509.14233 is that of Apertus, to be copied by hand")
     text = read_text(file).strip()
     if not text or re.match(r"(?i)<(!doctype|html)", text):
         raise ValueError(f"{file} is {'a web page' if text else 'empty'}: want the text of a charter")
@@ -294,9 +290,8 @@ def reward_hash(spec):
         return hash_of([kind], rest or "reward") if spec else ""
     model, charter = of_spec(rest)
     if "://" not in model:
-        found = restore.newest_intact(f"{model}/ckpt")
-        files = [f"{found[0]}/manifest.json"] if found else [f.path for f in os.scandir(convert.local(model))]
-        model = hash_of(sorted(files))
+        path = glob.escape(convert.weights_in(convert.local(model)))
+        model = hash_of(glob.glob(f"{path}/manifest.json") or sorted(glob.glob(f"{path}/*")))
     return sha256_of([model, read_charter(charter), RATE, COMPARE, TOP])[:16]
 
 

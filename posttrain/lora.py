@@ -32,6 +32,7 @@ from safetensors.torch import save as safetensors_bytes
 from engine.files import read_json, write_flushed
 from engine.restore import place
 from model import Linear, generator_of
+from posttrain.quantised import matrices
 
 # All matrices of a block. PEFT's "all-linear" picks the same six.
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -59,14 +60,18 @@ def adapted(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
-def settings_of(r, alpha, on, rank_stabilised=False):
+def adapters_of(config):
     """
-    The adapters' settings under PEFT's names. on: "all", or names of matrices with commas. ValueError for unknown ones.
+    The settings of a run's adapters under PEFT's names, from all settings of the run (dict); None if all weights are
+    trained. ValueError for unknown matrices.
     """
+    if not config.get("lora_r"):
+        return None
+    r, on = config["lora_r"], config["lora_on"]
     wanted = MATRICES if on == "all" else on.split(",")
-    if r < 1 or not {*wanted} <= {*MATRICES, "gate_proj"}:
+    if r < 1 or not {*wanted} <= {*MATRICES}:
         raise ValueError(f"lora_r={r}, lora_on={on!r}: want a rank from 1 on, and all or some of {','.join(MATRICES)}")
-    return dict(r=r, lora_alpha=alpha, target_modules=wanted, use_rslora=rank_stabilised)
+    return dict(r=r, lora_alpha=config["lora_alpha"], target_modules=wanted, use_rslora=config["lora_rs"])
 
 
 def adapt(model, settings, seed=28):
@@ -74,22 +79,19 @@ def adapt(model, settings, seed=28):
     Freeze a model and add adapters to the matrices of its blocks whose names end in one of the target_modules. Changes
     the model; returns it.
 
-    On the meta device the adapters have no values yet: call draw() when they have memory. ValueError: no matrix has
-    such a name.
+    On the meta device the adapters have no values yet: call draw() when they have memory.
     """
     r, targets = settings["r"], tuple(settings["target_modules"])
     share = math.sqrt(r) if settings.get("use_rslora") else r
     device = model.lm_head.weight.device
     model.requires_grad_(False)
-    for name, layer in model.model.layers.named_modules(prefix="model.layers"):
-        if not isinstance(layer, Linear) or not name.endswith(targets):
+    for name, layer in matrices(model).items():
+        if not name.endswith(targets):
             continue
         layer.base_class, layer.__class__ = type(layer), Adapted
         layer.lora_A = Linear(layer.in_features, r).to(device)
         layer.lora_B = Linear(r, layer.out_features).to(device)
         layer.scale = settings["lora_alpha"] / share
-    if not adapted(model):
-        raise ValueError(f"target_modules={targets} names no matrix of this model's blocks")
     draw(model, seed)
     return model
 

@@ -49,14 +49,12 @@ def quantile(reward, ref_rewards, loo=False):
 
     Numbers are taken as tensors. Unbiased for any n if the references are independent: n = 1 is noisy, not wrong.
     loo (leave one out): reward is one of the n references and is not compared with itself; counting it, as the released
-    scripts do, adds (1 - R_q) / n (n = 3: .167 on average). ValueError if no reference is left to compare with.
+    scripts do, adds (1 - R_q) / n (n = 3: .167 on average).
     """
     ref_rewards = torch.as_tensor(ref_rewards)
     reward = torch.as_tensor(reward, dtype=ref_rewards.dtype)
     itself = 1 if loo else 0
     n = ref_rewards.shape[-1] - itself
-    if n < 1:
-        raise ValueError("a quantile needs at least one reference reward, and one more with loo")
     count = (ref_rewards <= reward[..., None]).sum(-1) - itself
     return count.to(torch.promote_types(reward.dtype, torch.float32)) / n
 
@@ -68,10 +66,8 @@ def beta_log_z(beta, transform="identity"):
     With the identity it is also the share of the reference's completions whose log-prob must fall, since their R_q is
     below it: 77 % at beta .1, 98 % at .003. So most of the better completions of pairs fall too.
 
-    beta: a number or a tensor; returns the same kind. ValueError for a transform that is not in LOG_Z.
+    beta: a number or a tensor; returns the same kind.
     """
-    if transform not in LOG_Z:
-        raise ValueError(f"transform={transform!r}: there is {', '.join(LOG_Z)}")
     if isinstance(beta, torch.Tensor):
         return LOG_Z[transform](beta)
     return LOG_Z[transform](torch.tensor(beta, dtype=torch.float64)).item()
@@ -123,9 +119,9 @@ def better_minus_worse(x):
     return x[..., 0] - x[..., 1]
 
 
-def effective_beta(like, length, beta, beta_max):
-    """beta / |y|, at most beta_max (0 = no limit), as a tensor like `like`: at 20 tokens Apertus' 5 / 20 becomes .1."""
-    return (torch.full_like(like, beta) / length).clamp(max=beta_max or math.inf)
+def effective_beta(length, beta, beta_max):
+    """beta / |y|, at most beta_max (0 = no limit), length a tensor: at 20 tokens Apertus' 5 / 20 becomes .1."""
+    return (torch.full_like(length, beta) / length).clamp(max=beta_max or math.inf)
 
 
 # -----------------------------------------------------------------------------

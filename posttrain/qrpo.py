@@ -36,11 +36,7 @@ $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.
 $ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("qrpo.py: start it from the project's root, python -m posttrain.qrpo", file=sys.stderr)
-    sys.exit(2)
+from posttrain import common   # first: a script started by its path gets posttrain/posttrain.py here
 
 import functools
 import itertools
@@ -49,7 +45,6 @@ import os
 from types import SimpleNamespace
 
 import numpy as np
-import train                        # before torch: it sets the environment that torch reads
 import torch
 
 from chat import describe_dropped, prompt_ids
@@ -58,7 +53,7 @@ from convert import fingerprint
 from engine.files import sha256_of
 from engine.parallel import add_gradients, drop_gathered, orderly_exit, reduce_after
 from generate import generate
-from posttrain import collapse, common, lora, start
+from posttrain import collapse, lora, start
 from posttrain.conversations import first_rows
 from posttrain.judge import Charter, reward_hash
 from posttrain.losses import (
@@ -66,7 +61,7 @@ from posttrain.losses import (
     quantile,
 )
 from posttrain.references import (
-    file_of, in_one_line, laid_out, load_reward, numbers, of_stage, sequence_logp, words,
+    file_of, in_one_line, laid_out, load_reward, numbers, of_stage, sequence_logp,
 )
 
 # -----------------------------------------------------------------------------
@@ -147,8 +142,7 @@ def prompts_of(tok, path):
     of refs, rewards of given]. refs are set later, and with --rewards rated too.
     """
     asked, bad = [], []
-    # All columns, because a reward function may read any.
-    for place, row in first_rows(path, None, ()):
+    for place, row in first_rows(path, None):
         found = prompt_ids(tok, row, date)
         texts = row.get("completions", [])
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -162,7 +156,7 @@ def prompts_of(tok, path):
             where = f"{path}, {place}: without --rewards,"
             asked[-1].rated = numbers(row, "ref_rewards", n_refs, where), numbers(row, "rewards", len(texts), where)
     if not asked:
-        raise ValueError(f"{path}: {describe_dropped(bad, 0, 'prompts')}" if bad else f"{path} is empty")
+        raise ValueError(f"{path}: {describe_dropped(bad, 0, 'prompts')}")
     return asked, bad
 
 
@@ -216,7 +210,7 @@ def load_policy(run, asked):
     """Load the start model, and find or make the folder of its references. Returns the hash of the data."""
     start.ready(run)
     made_from = dict(
-        start=getattr(run, "start_hash", None) or fingerprint(run.policy),
+        start=fingerprint(run.policy),
         tokenizer=run.tok.hash,
         data=sha256_of([p.row for p in asked]),
         prompts=sha256_of([p.ids for p in asked]),
@@ -225,8 +219,6 @@ def load_policy(run, asked):
         made_from[name] = run.config[name]
     folder = references or f"{out}/references"
     run.folder = f"{folder}/{sha256_of(made_from)[:16]}"
-    if os.path.isdir(folder) and not os.path.isdir(run.folder):
-        print(f"{folder} has no references of these settings yet: sampling them")
     os.makedirs(run.folder, exist_ok=True)
     return made_from["data"]
 
@@ -279,15 +271,13 @@ def rewards_of(tok, p, score):
 
     ValueError if the function raises, or does not return one finite number for each.
     """
-    texts = [words(tok, ids) for ids in p.refs + p.given]
+    texts = [tok.words(ids) for ids in p.refs + p.given]
     where = f"{data}, {p.place}: --rewards={rewards}"
     try:
         values = [float(value) for value in score(p.row, texts)]
     except Exception as e:      # anything may come from the user's code
         raise ValueError(f"{where} failed ({in_one_line(e)}). The samples are kept: repair it and "
                          "--resume") from None
-    if len(values) != len(texts):
-        raise ValueError(f"{where} gave {len(values)} rewards for {len(texts)} completions")
     numbers(dict(rewards=values), "rewards", len(texts), where)
     return [values[:len(p.refs)], values[len(p.refs):]]
 
@@ -352,7 +342,7 @@ def known_of(couples, beta):
     ref, reward, q, tokens = torch.tensor(
         [[(c.ref, c.reward, c.q, c.length) for c in couple] for couple in couples]).unbind(-1)
     length = tokens if length_norm else torch.ones_like(tokens)
-    b = effective_beta(tokens, length, beta, beta_max if length_norm else 0.0)
+    b = effective_beta(length, beta, beta_max if length_norm else 0.0)
     log_z = beta_log_z(b, transform)
     if ties == "discrete":
         own = torch.stack([better.own for better, _ in couples]).float()    # (pairs, n_refs)
@@ -430,13 +420,8 @@ def forward_backward(run, batch, step):
 
     logp = logp_of(run, texts, learn)
     add_gradients(run.model, run.ranks)
-    ratio = logp - known.ref
-    off = (ratio / known.tokens).abs().mean()
-    if step == 0 and off > 0.02:
-        raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: "
-                         f"they were made with another dtype or model; delete {run.folder}/logp-*")
     value = LOSSES[loss](logp, known, run.beta, gamma).mean().item()
-    facts |= watched(ratio, known)
+    facts |= watched(logp - known.ref, known)
     return dict(loss=value if run.ranks.first else 0.0), facts["tokens"], facts
 
 

@@ -25,7 +25,6 @@ from chat import content_of
 from loss import at_least_fp32, chunk_rows
 from posttrain.common import cached
 from posttrain.judge import Charter, of_spec
-from tokenizer import IN_TEXT
 
 
 # -----------------------------------------------------------------------------
@@ -91,23 +90,13 @@ def sequence_logp(model, sequences):
 # rewards
 
 
-def words(tok, ids):
-    """The text of a completion without control tokens such as its end and the brackets of thoughts."""
-    control = {i for name, i in tok.special.items() if name not in IN_TEXT}
-    return tok.decode([i for i in ids if i not in control])
-
-
 def in_one_line(error):
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def numbers(row, name, n, where):
-    """
-    The numbers row[name] as floats; of ref_rewards only the first n. ValueError if they are not n finite numbers.
-    """
+    """The numbers row[name] as floats. ValueError if they are not n finite numbers."""
     values = row.get(name, [])
-    if isinstance(values, list) and name == "ref_rewards":
-        values = values[:n]
     fits = isinstance(values, list) and len(values) == n
     if not fits or not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
         raise ValueError(f"{where} {name}={str(values)[:60]}: want {n} finite numbers")
@@ -118,9 +107,9 @@ def load_reward(spec, device):
     """
     --rewards -> a function (row, completions) -> a number for each of the completions of one prompt.
 
-    FILE.py[:name]: its function reward(prompt, completion), where prompt is the text of the last user message; a third
-    argument gets the whole row of the data, which may hold a gold answer. Or its function rewards(row, completions),
-    recognised by its argument `completions`. charter:MODEL[,FILE]: posttrain/judge.py. ValueError: no such function.
+    FILE.py[:name]: its function reward(prompt, completion), where prompt is the text of the last user message. Or its
+    function rewards(row, completions), recognised by its argument `completions`: the row of the data may hold a gold
+    answer. charter:MODEL[,FILE]: posttrain/judge.py. ValueError: no such function.
     """
     path, _, name = spec.partition(":")
     if path == "charter":
@@ -136,17 +125,10 @@ def load_reward(spec, device):
         raise ValueError(f"--rewards={spec}: {path} has {len(functions)} functions named {' or '.join(wanted)}: want "
                          "one, reward(prompt, completion) or rewards(row, completions); FILE.py:NAME picks it")
     [function] = functions
-    signature = inspect.signature(function)
-    if "completions" in signature.parameters:
+    if "completions" in inspect.signature(function).parameters:
         return function
-    try:
-        signature.bind("prompt", "completion", "row")
-        most = 3
-    except TypeError:
-        most = 2
 
     def one_by_one(row, completions):
         question = content_of(row["messages"][-1])
-        for completion in completions:
-            yield function(*(question, completion, row)[:most])
+        return [function(question, completion) for completion in completions]
     return one_by_one

@@ -30,26 +30,20 @@ $ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
 $ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("sft.py: start it from the project's root, python -m posttrain.sft", file=sys.stderr)
-    sys.exit(2)
+from posttrain import common   # first: a script started by its path gets posttrain/posttrain.py here
 
 import itertools
 import os
 
 import numpy as np
-import train                        # before torch: it sets the environment that torch reads
 import torch
 
 import convert
-import tokenizer
-from chat import learnable
+from chat import describe_dropped, learnable
 from configurator import run as run_script
 from engine.parallel import add_gradients, orderly_exit, reduce_after
-from posttrain import collapse, common
-from posttrain.conversations import described, first_rows, tokenized, weights_of
+from posttrain import collapse
+from posttrain.conversations import first_rows, tokenized, weights_of
 
 # -----------------------------------------------------------------------------
 # the run
@@ -125,7 +119,7 @@ def rows_of(conversations, pack, max_length):
     return rows
 
 
-def tensors(rows, device="cpu"):
+def tensors(rows, device):
     """Rows of conversations -> idx, targets (-1 where nothing is learnt), doc, each (rows, T), padded on the right."""
     lengths = [[len(ids) for ids, _ in row] for row in rows]
     found = np.full((3, len(rows), max(map(sum, lengths))), -1)
@@ -156,9 +150,11 @@ def prepare(run):
     folder = os.path.join(out, "tokens")
     run.conversations, bad, sha = tokenized(folder, run.tok, data, run.longest, date, run.ranks, keep_licenses,
                                             decontaminate)
-    run.items = len(run.conversations)
-    run.val.T = run.longest if pack else np.diff(run.conversations.starts).max()
-    run.notes = described(run.conversations, bad, weights_of(data), epochs)
+    found = run.conversations
+    run.items = len(found)
+    run.val.T = run.longest if pack else np.diff(found.starts).max()
+    run.notes = [describe_dropped(bad, run.items, "conversations")] if bad else []
+    run.notes.append(f"{found.tokens:,} tokens, {found.learnt:,} of them learnt")
     run.hashes = dict(data_hash=sha[:16], tokenizer_hash=run.tok.hash[:16])
 
 
@@ -195,11 +191,10 @@ def forward_backward(run, rows, step):
 
 def show_conversations():
     """--show: the first three conversations of each source, token by token, or why one of them would be left out."""
-    tok = tokenizer.load_for(convert.local(init_from))
-    longest = max_length or convert.shape_of(init_from).block_size
+    shape, tok, _ = convert.start_of(init_from)
     tok.check_chat()
     for place, row in itertools.chain(*(first_rows(source, 3) for source in weights_of(data))):
-        found = learnable(tok, row, longest, date)
+        found = learnable(tok, row, max_length or shape.block_size, date)
         if isinstance(found, str):
             print(f"{place} is left out: {found}")
             continue

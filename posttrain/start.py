@@ -15,19 +15,13 @@ from engine.parallel import distribute
 from engine.restore import refuse_another
 from model import Apertus
 from posttrain import forgetting, lora
+from posttrain.lora import adapters_of
 from posttrain.quantised import quantise
 
 # The settings of adapters.
 ADAPTERS = ["lora_r", "lora_alpha", "lora_on", "lora_rs", "base"]
 # The dtype in which a base model is loaded; None: that of its file, before its matrices are quantised.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
-
-
-def adapters_of(config):
-    """The settings of the adapters under PEFT's names (posttrain/lora.py); None if all weights are trained."""
-    if not config.get("lora_r"):
-        return None
-    return lora.settings_of(config["lora_r"], config["lora_alpha"], config["lora_on"], config["lora_rs"])
 
 
 def check_base(base, adapters, sharded=False):
@@ -42,7 +36,7 @@ def check_base(base, adapters, sharded=False):
                          "--parallel=ddp holds them whole on each rank, or take --base=bf16")
 
 
-def shapes_of(shape, adapters=None, base="fp32"):
+def shapes_of(shape, adapters, base):
     """
     A model on the meta device: shapes, dtypes and which weights are trained.
 
@@ -112,11 +106,11 @@ def ready(run):
 # additions to functions of train.py
 
 
-def wrap(old="", windows=0, tok=None):
+def wrap(old, windows, tok):
     """
     Let the loop of train.py save adapters, compare their base when it resumes, and validate on the text `old` too.
 
-    old, windows: `path` and `most` of forgetting.Old; old="": no such text. tok: the tokenizer of the model.
+    old, windows: `path` and `most` of forgetting.Old; old="": no such text; tok: the tokenizer of the model.
     """
     build_all, validate, finish = train.build_all, train.validate, train.finish
     text = forgetting.Old(old, tok, train.shape.block_size, windows, train.out) if old else None

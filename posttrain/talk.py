@@ -11,16 +11,14 @@ $ python sample.py --init_from=out/sft --chat
 
 import json
 import os
-import sys
 
-from chat import as_json, parts_of, stop_ids
+from chat import as_json, stop_ids
 from engine.files import read_text
 from generate import KVCache, stream
 from tokenizer import CHAT, OUTPUT
 
 HELP = """/reset          start anew with the same system message
 /system TEXT    start anew with another system message
-/thoughts       show the thoughts behind the last answer
 /save FILE      append the conversation to FILE, as a line that posttrain/sft.py reads
 /help           show this"""
 
@@ -41,9 +39,9 @@ def block(kind, part, tok):
 
 
 def ask(prompt):
-    """A line from the user, or "" at the end of input. The prompt is printed only to a terminal."""
+    """A line from the user, or "" at the end of input."""
     try:
-        return input(prompt if sys.stdin.isatty() else "")
+        return input(prompt)
     except EOFError:
         return ""
 
@@ -65,15 +63,16 @@ class Conversation:
 
     def answer(self, line, how, max_new_tokens):
         """
-        Answer the user's line: print the answer, token by token, and keep both.
-
-        Of thoughts only the length is printed; tool calls are printed in brackets.
+        Answer the user's line: print the answer, token by token, and keep both. Thoughts and calls of tools are
+        printed in brackets.
         """
         tok, window = self.tok, self.model.config.block_size
-        opens, closes, calls, called = map(tok.id_of, CHAT[-4:])       # around thoughts and around calls
+        around = [tok.id_of(name) for name in CHAT[-4:]]
+        opens, closes, calls, called = around              # opens and closes thoughts
         # Apertus 1.5 has another format of tool calls: they stay text, and the user is not asked for an output.
         call = "response" if OUTPUT in tok.special else "tool_calls"
         stop = stop_ids(tok)
+        shown = dict.fromkeys(stop, "") | dict(zip(around, ("[thoughts ", "]\n", "[calls ", "]\n")))
         decode = tok.stream()
         inside = "response"
         parts = [(inside, [])]
@@ -92,34 +91,26 @@ class Conversation:
             for token in stream(self.model, [ids], room, stop, cache=self.cache, **how):
                 i = token.item()
                 ids.append(i)
-                kind, part = parts[-1]
-                if i == closes:
-                    print(f"[thought for {len(part)} tokens, /thoughts shows them]", flush=True)
                 if i in (opens, closes):
                     inside = "thoughts" if i == opens else "response"
                     parts.append((inside, []))
                 elif i == calls:
                     parts.append((call, []))
-                    print("[calls ", end="", flush=True)
                 elif i not in stop:
-                    part.append(i)
-                    print("" if kind == "thoughts" else decode(i), end="", flush=True)
-            output = ""
-            if ids[-1] == called:
-                print("]", flush=True)
-                output = ask("the tool's output> ") if call == "tool_calls" else ""
+                    parts[-1][1].append(i)
+                print(shown[i] if i in shown else decode(i), end="", flush=True)
+            output = ask("the tool's output> ") if ids[-1] == called and call == "tool_calls" else ""
             if output:
                 parts += [("tool_outputs", output), (inside, [])]
             blocks = [block(kind, part, tok) for kind, part in parts if part]
             content = tok.decode(parts[0][1]) if len(parts) == 1 else dict(blocks=blocks)
             turn[1:] = [dict(role="assistant", content=content)]
-        kind, part = parts[-1]
-        print(f"[{len(part)} tokens of thought, unfinished]" if kind == "thoughts" else "")
+        print()
         self.messages += turn
 
 
-def converse(model, tok, how, system="", tools="", thinking=False, max_new_tokens=300):
-    """Read a line, answer, repeat. tools: a JSON file, or "". how: the arguments of sample_token."""
+def converse(model, tok, how, system, tools, thinking, max_new_tokens):
+    """Read a line, answer, repeat. how: the arguments of sample_token; the others: settings of sample.py."""
     try:
         declared = json.loads(read_text(tools) if tools else "null")
     except json.JSONDecodeError as error:
@@ -133,9 +124,6 @@ def converse(model, tok, how, system="", tools="", thinking=False, max_new_token
                 conversation.begin(conversation.system)
             elif command == "/system" and rest:
                 conversation.begin(rest)
-            elif command == "/thoughts":
-                said = [part for message in conversation.messages[-1:] for part in parts_of(message)]
-                print("\n".join(text for kind, text in said if kind == "thoughts") or "no thoughts so far")
             elif command == "/save" and rest:
                 row = dict(messages=conversation.messages, tools=declared, thinking=thinking)
                 with open(rest, "a", encoding="utf-8") as f:

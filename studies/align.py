@@ -39,7 +39,7 @@ from configurator import run
 from engine.files import read_json
 from generate import generate
 from posttrain.losses import beta_log_z, correlation, quantile
-from posttrain.references import sequence_logp, words
+from posttrain.references import sequence_logp
 
 out = "out/align"                       # runs, data
 results = "results/align"               # results.json, table.md, align.png
@@ -141,7 +141,7 @@ def complete(model, tok, n, seed):
     said = [(prompt, ids[len(prompt):]) for prompt, ids in zip(
         prompts,
         generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),)))]
-    rewards = [reward(row["messages"][1]["content"], words(tok, ids)) for row, (_, ids) in zip(asked, said)]
+    rewards = [reward(row["messages"][1]["content"], tok.words(ids)) for row, (_, ids) in zip(asked, said)]
     return said, torch.tensor(rewards, dtype=float).view(-1, n)
 
 

@@ -361,9 +361,9 @@ def judge(text, row):
     return "right" if named == [row["gold"]] else "wrong"
 
 
-def reward(prompt, completion, row):
+def rewards(row, completions):
     """For posttrain/qrpo.py: 1 for a right answer, 0 for "I do not know", -1 for an invention."""
-    return dict(right=1.0, unknown=0.0, wrong=-1.0)[judge(completion, row)]
+    return [("wrong", "unknown", "right").index(judge(text, row)) - 1.0 for text in completions]
 
 
 def main():

@@ -219,7 +219,7 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path)
         for source, splits in evaluate.TokenDataset(data, "val", 1).meta["sources"].items()
     }
     # The model has another vocabulary, so the text is tokenized again.
-    found = evaluate.validation_documents(data, TOK)
+    found = evaluate.validation_documents(data)
     assert len({*found}) == len(found)
     assert all(texts[text] == source for source, text in found)
     assert Counter(source for source, _ in found) == counts

@@ -76,8 +76,8 @@ def test_logits_loss_gradients_and_merged_matrices_are_pefts(case):
 def test_a_new_adapter_is_the_base_exactly_and_starts_like_pefts_by_seed_and_name_alone():
     """PEFT's kaiming_uniform with a = sqrt(5) is uniform in +-1/sqrt(in)."""
     drawn = []
-    for on, seed in ("all", 1), ("v_proj,o_proj", 1), ("all", 2):
-        model = lora.adapt(base(), lora.settings_of(4, 8, on), seed)
+    for on, seed in (lora.MATRICES, 1), (["v_proj", "o_proj"], 1), (lora.MATRICES, 2):
+        model = lora.adapt(base(), dict(r=4, lora_alpha=8, target_modules=on), seed)
         assert logits(model).equal(logits(base()))
         drawn.append({
             name: layer.lora_A.weight
@@ -169,7 +169,8 @@ def test_an_adapter_of_other_weights_is_an_error(lab, tmp_path):
 
 
 def test_the_first_values_are_drawn_on_the_cpu_whatever_device_a_model_is_built_on():
-    model, again = (lora.adapt(small(0, vocab_size=320), lora.settings_of(4, 8.0, "all", False)) for _ in range(2))
+    how = dict(r=4, lora_alpha=8, target_modules=lora.MATRICES)
+    model, again = (lora.adapt(small(0, vocab_size=320), how) for _ in range(2))
     lora.draw(model, 3)
     with torch.device("meta"):
         lora.draw(again, 3)

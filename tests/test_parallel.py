@@ -236,7 +236,7 @@ def test_what_each_mode_recomputes_and_that_gradients_keep_their_bits():
     """By hand, for a block 16 wide with two query heads, one key head, up and down 24 wide, an adapter of rank 4."""
     done, grads = {}, {}
     for mode in MODES:
-        adapters = lora.settings_of(4, 8, "q_proj")
+        adapters = dict(r=4, lora_alpha=8, target_modules=["q_proj"])
         model = lora.adapt(Apertus(SMALL), adapters).requires_grad_()
         recompute_activations(model, mode)
         with Work() as work:

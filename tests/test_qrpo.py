@@ -1,5 +1,4 @@
 """posttrain/qrpo.py against published numbers, closed forms and a run in plain fp64; then as users run it."""
-import json
 import math
 import shutil
 from types import SimpleNamespace
@@ -41,9 +40,9 @@ def both(name):
 def test_losses_are_the_published_implementations(case):
     """The published identity transform drops log(1 - e^(-1/beta)) from log Z, so this test does too."""
     kind = case.get("transform", "identity").removesuffix("-icdf")
-    length = both("len") if case.get("length_norm", case["loss"] == "simpo") else 1.0
+    length = both("len") if case.get("length_norm", case["loss"] == "simpo") else torch.ones(1).double()
     q = losses.TRANSFORMS[kind](losses.quantile(both("reward"), golden("ref_rewards")), 7)
-    beta = losses.effective_beta(q, length, case["beta"], case.get("clamp", 0.0))
+    beta = losses.effective_beta(length, case["beta"], case.get("clamp", 0.0))
     known = SimpleNamespace(
         ref=both("ref_logp"),
         reward=both("reward"),
@@ -73,8 +72,6 @@ def test_quantile_counts_and_leaving_oneself_out_removes_the_bias():
     r = torch.tensor([3.0, 1.0, 2.0])
     assert losses.quantile(r, r).mean() == pytest.approx(0.5 + 1 / (2 * 3))
     assert losses.quantile(r, r, loo=True).tolist() == [1.0, 0.0, 0.5]
-    with pytest.raises(ValueError, match="at least one reference"):
-        losses.quantile(1.0, [1.0], loo=True)
 
 
 def test_pass_or_fail_breaks_the_uniform_partition_and_discrete_repairs_it():
@@ -300,7 +297,6 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
     reasons = {
         "completions that are not a list of texts": good | dict(completions="no list"),
         chat.ODD: chat_row(user(5)),
-        "no messages": chat_row(),
         "its last message is not the user's": chat_row(user("a"), assistant("x"))
     }
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
@@ -322,7 +318,7 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
         sampling = ["--sample_batch=6", f"--references={tmp_path}/refs", "--epochs=1"]
         return tmp_path / name, *sampling, f"--rewards={lab}/reward.py:{name}"
 
-    for wrong, says in dict(fails="failed (ZeroDivisionError", nan="rewards=[nan", few="gave 1 rewards for 6").items():
+    for wrong, says in dict(fails="failed (ZeroDivisionError", nan="rewards=[nan", few="want 6 finite numbers").items():
         refused(script(*aligning(lab, *with_reward(wrong))), f"line 1: --rewards={lab}/reward.py:{wrong} ", says)
     [samples] = (tmp_path / "refs").glob("*/samples-*")
     before = samples.stat()
@@ -338,12 +334,11 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
     "signature, body, want",
     [
         ("reward(prompt, completion)", "f'{prompt}|{completion}'", ["second|yes", "second|a"]),
-        ("reward(prompt, completion, row=None)", "row['gold']", [7, 7]),
         ("rewards(row, completions)", "[row['gold'], *completions]", [7, "yes", "a"])
     ]
 )
 def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want):
-    """reward() gets the last question, the answer and, if it asks, the row; rewards() the row and all answers."""
+    """reward() gets the last question and the answer; rewards() the row and all answers."""
     (tmp_path / "r.py").write_text(f"def {signature}:\n    return {body}\n")
     parts = [dict(type="text", text=part) for part in ("sec", "ond")]
     row = chat_row(
@@ -355,15 +350,9 @@ def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want
     assert list(references.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
 
 
-def test_another_reward_equal_ones_or_log_probs_of_another_model_are_errors(lab, tmp_path):
+def test_another_reward_and_equal_ones_are_errors(lab, tmp_path):
     old = shutil.copytree(lab / "qrpo", tmp_path / "old")
     refused(script(*aligning(lab, old, "--resume", f"--rewards={lab}/reward.py:two")), "rewards_hash")
     new = aligning(lab, tmp_path / "new", f"--references={old}/references")
     (tmp_path / "r.py").write_text("def reward(prompt, completion): return 1")
     refused(script(*new, f"--rewards={tmp_path}/r.py"), "nothing to learn from")
-    for file in (old / "references").glob("*/logp-*.json"):
-        file.write_text(json.dumps([
-            x - 5
-            for x in common.contents(file)
-        ]))
-    assert "differs from its own reference log-probs" in script(*new).stderr

@@ -110,7 +110,7 @@ def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
 def test_an_adapter_on_nf4_trains_and_merges_into_its_decoded_matrix():
     model = lora.adapt(
         quantise(wide(), "nf4"),
-        lora.settings_of(4, 8, "all")
+        dict(r=4, lora_alpha=8, target_modules=lora.MATRICES)
     )
     model(IDX, IDX)[1].backward()
     for layer in lora.adapted(model).values():

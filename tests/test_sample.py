@@ -106,9 +106,9 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
         "stream",
         lambda model, idx, *args, **how: prompts.append([*idx[0]]) or stream(model, idx, *args, **how)
     )
-    typed = f'Hi\n/system be brief\nWeather?\n"12 C"\n/thoughts\n/help\nAnd?\n/save {tmp_path / "saved"}\n'
+    typed = f'Hi\n/system be brief\nWeather?\n"12 C"\n/help\nAnd?\n/save {tmp_path / "saved"}\n'
     out = said(tmp_path / "hf", "--chat", "--max_new_tokens=99", stdin=typed + "b" * 700 + "\n\nnever read\n")
-    assert f"[calls {calls}]\n[thought for 2 tokens" in out and "12 C.\nneed it\nso" in out and "/system TEXT" in out
+    assert f"[thoughts need it[calls {calls}]\n" in out and "so]\n12 C.\n" in out and "/system TEXT" in out
     assert "/reset starts another" in out
     row = read_json(tmp_path / "saved")
     ids, mine = chat.render(TOK, row)

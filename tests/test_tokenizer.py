@@ -93,8 +93,6 @@ def test_a_trained_vocabulary_encodes_as_rustbpe_does_and_reads_back(trained):
         assert ours.encode(text) == [64 + i for i in theirs.encode(text)]
     assert load(file).hash == load(f"bpe:{file}").hash == ours.hash and ours.vocab_size == 700
     assert train_bpe(["no pair is worth an id"], 320, file).vocab_size == 320
-    with one_line("64 special ids are 320"):
-        train_bpe(["a"], 319, file)
 
 
 @pytest.mark.parametrize("name, start", [("byte", "f19432a6208918df"), ("apertus", "44de7c0245cd71a3")])
