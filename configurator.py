@@ -40,11 +40,6 @@ def names(space):
     return space if isinstance(space, dict) else vars(space)
 
 
-def lengths(total):
-    """The three flags of a pretraining run of `total` samples: 5 % warm-up, 30 % decay, as in configs/laptop.py."""
-    return f"--total_samples={total} --warmup_samples={total // 20} --decay_samples={3 * total // 10}"
-
-
 def checked(key, value, default, where=""):
     """
     `value` in the type of `default`: int becomes float, list becomes tuple. A default of None takes anything.
@@ -166,7 +161,8 @@ def run(main, *namespaces, beyond=""):
     script = [space for space in namespaces if isinstance(space, dict)][-1]
     try:
         if {"-h", "--help"} & {*sys.argv}:
-            return attached("engine.help").print_help(script, namespaces, settings, beyond and attached(beyond))
+            more = (vars(attached(beyond)),) if beyond else ()
+            return attached("engine.help").print_help(script, namespaces + more, settings)
         try:
             configure(namespaces[0], None, *namespaces[1:])
         except ValueError as error:

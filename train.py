@@ -14,9 +14,9 @@ step, so a killed and resumed run ends bit-exact, on one process or, with --exac
 chooses where the decay begins, or if the number of threads changes. SIGTERM, SIGUSR2, or a file named `stop` in the run
 folder makes all ranks leave after the micro-batch, save and exit. An unfinished step is dropped, a finished one counts.
 
-The decay of the learning rate begins as planned, on request (a file named `cooldown` in the run folder, or SIGUSR1 on a
-CPU), or early enough to end in time: --minutes=5 trains for five minutes on any machine. --resume with larger
---total_samples or --minutes continues from before the decay.
+The decay of the learning rate begins as planned, on request (a file named `cooldown` in the run folder), or early
+enough to end in time: --minutes=5 trains for five minutes on any machine. --resume with larger --total_samples or
+--minutes continues from before the decay.
 
 Other scripts train other models on other data with this loop (posttrain/attach.py, sft.py, qrpo.py). They call main()
 with a function that builds the model, and replace functions of this file by their own.
@@ -36,8 +36,8 @@ from engine.hardware import can_compile, keep_freed_memory, pick_device, pick_dt
 import torch
 from tqdm import tqdm
 
-from ademamix import build_optimizer, check_states
-from configurator import lengths, run as run_script, settings
+from ademamix import build_optimizer
+from configurator import run as run_script, settings
 from data import TokenDataset, started_stages
 from engine import checkpoint, runs
 from engine.files import write_flushed
@@ -109,6 +109,14 @@ skip_nonfinite = 0              # steps in a row to skip if loss or gradient is 
 
 
 _exempt = ()                                               # ids that Goldfish never drops, set by posttrain/attach.py
+KINDS = dict(
+    parallel="auto, none, ddp, fsdp, hsdp",
+    recompute="none, cheap, selective, full",
+    goldfish_scope="window, stream",
+    loss_average="step, micro",
+    schedule="wsd, cosine",
+    optimizer="ademamix, adamw",
+    state_dtype="float32, bfloat16")
 COUNTS = """eval_every eval_minutes eval_windows last_eval_windows sample_every checkpoint_every checkpoint_minutes
             keep_checkpoints save_failures skip_nonfinite grad_clip batch_ramp_at alpha_warmup beta3_warmup lr
             lr_floor eps weight_decay hsdp_shard timeout"""
@@ -145,27 +153,21 @@ def check_settings():
     said = [name for name in globals().get("_asked", ()) if name in ("minutes", "total_samples")]
     if said[-1:] == ["total_samples"]:
         minutes = 0.0
-    for name, kinds in dict(schedule="wsd cosine", loss_average="step micro", goldfish_scope="window stream").items():
-        if globals()[name] not in kinds.split():
-            raise ValueError(f"{name}={globals()[name]!r}: there is {kinds.replace(' ', ' and ')}")
+    for name, kinds in KINDS.items():
+        if globals()[name] not in kinds.split(", "):
+            raise ValueError(f"{name}={globals()[name]!r}: there is {kinds}")
     if minutes and (not 0 < minutes < math.inf or schedule != "wsd" or decay_samples >= total_samples or stage):
         raise ValueError(f"minutes={minutes:g} finds the end of a run while it trains: it wants a positive number, "
                          "schedule=wsd, a decay shorter than total_samples, and no stage; --minutes=0 counts samples")
     if total_samples < batch_size:
         raise ValueError(f"total_samples={total_samples} is less than one step of batch_size={batch_size}")
-    if schedule == "wsd" and warmup_samples + decay_samples > total_samples:
-        # The lengths are three settings, so that a stage may end where the schedule does not. A shorter run needs all
-        # three changed.
-        raise ValueError(f"warmup_samples={warmup_samples} and decay_samples={decay_samples} do not fit into "
-                         f"total_samples={total_samples} ({steps_until(total_samples):,} steps): "
-                         f"say {lengths(total_samples)}")
-    if stage and not stages:
-        raise ValueError(f"stage={stage!r}, but there is no table of stages: "
-                         "name a config that has one, like configs/8b.py")
     for name in COUNTS.split():
         if globals()[name] < 0:
             raise ValueError(f"{name}={globals()[name]}: want 0 or more; --help says what 0 means")
-    check_states(optimizer, state_dtype)
+    if optimizer == "adamw" and state_dtype == "bfloat16":
+        raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
+                         "use --optimizer=ademamix, or leave state_dtype out")
+    # The lengths are three settings, so that a stage may end where the schedule does not. They have to fit.
     lr_at(0)
 
 
@@ -189,12 +191,12 @@ def set_up(build, more, decides):
 
     rows: windows of a micro-batch on this rank. config: all settings, for config.json; decides: names of those that a
     resumed run may not change. spent: seconds before this process. decay_at: samples before the decay. usage(tokens/s):
-    entries of the log about the GPU. Added later: model, opt, saver, log, clock, latest (times); stop and cooldown,
-    lists that a signal fills to ask this process to exit or to begin the decay.
+    entries of the log about the GPU. Added later: model, opt, saver, log, clock, latest (times); stop, a list that a
+    signal fills to ask this process to exit.
     """
+    check_settings()
     ranks = Ranks(parallel, exact, hsdp_shard)
     where = ranks.place(pick_device(device))
-    check_settings()
     train, val, rows = open_data(ranks)
     meta = train.meta
     if shape.vocab_size not in (0, meta["vocab_size"]) and "vocab_size" not in more:
@@ -318,7 +320,7 @@ def forward_backward(run, batch, step):
     micro = list(zip(*(t.to(run.device).split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
         # A step of the 8B takes a minute on one node, and Slurm kills 30 seconds after SIGTERM.
-        if i and ranks.agree(runs.asked(out, run, "stop")):
+        if i and ranks.agree(runs.asked_to_stop(out, run)):
             return None
         if i == 4:
             end_trace(run)                                 # a long step would make a file of gigabytes
@@ -404,10 +406,9 @@ def introduce(run, end):
     kind = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
     length = f"{end:,} steps"
     if run.decay_at == NEVER:
-        length, end = f"{minutes:g} minute{'s' * (minutes != 1)}", steps_until(total_samples)
-    epochs = "" if minutes else f", so {samples_before(end) / run.train.n_windows:.1f} epochs"
+        length = f"{minutes:g} minute{'s' * (minutes != 1)}"
     print(f"{run.model.num_params():,} parameters on {kind} in {str(run.dtype)[6:]}, {length} of {batch_size} x "
-          f"{shape.block_size} tokens per step; data: {run.train.n_tokens:,} tokens{epochs}")
+          f"{shape.block_size} tokens per step; data: {run.train.n_tokens:,} tokens")
     import convert
     import tokenizer
     convert.describe(out, run.config, run.shape, tokenizer.load_for(data))
@@ -442,7 +443,7 @@ def conclude(run):
 
 
 def decay_wanted(run, step):
-    """Whether this rank wants the decay to begin after this step: a signal, the file `cooldown`, or the clock."""
+    """Whether the decay is to begin after this step: the first rank reads the clock and the file `cooldown`."""
     if run.ranks.first and run.decay_at == NEVER:
         total = run.clock.foresee(samples_before(step))
         if total < math.inf:
@@ -450,7 +451,7 @@ def decay_wanted(run, step):
         # A decay that begins after this step would end when the time is up, or later.
         if plan_with_decay_at(samples_before(step + 1), total_samples, decay_samples)[0] >= total:
             return True
-    return runs.asked(out, run, "cooldown")
+    return run.ranks.first and os.path.exists(f"{out}/cooldown")
 
 
 def end_trace(run):
@@ -510,7 +511,7 @@ def open_run(run, build):
             if run.decayed:
                 set_aside(out, run.decayed)                # not before, since build_all() may reject the checkpoint
             print(f"resumed from {found[0]}")
-    run.log = runs.open_log(out, start, run.ranks, validate=start >= end)
+    run.log = runs.open_log(out, start, run.ranks)
     run.clock = runs.Clock(minutes, run.spent)
     run.latest = dict.fromkeys(("validation", "checkpoint"), time.perf_counter())
     # With --minutes the bar's end is an estimate, which each step makes anew.
@@ -543,7 +544,7 @@ def pretrain(run, build):
                 save(run, done, decay_begins=False)
             break
         terms, positions, facts = made
-        asked = (runs.asked(out, run, "stop"), decay_wanted(run, step),
+        asked = (runs.asked_to_stop(out, run), decay_wanted(run, step),
                  overdue(run, "checkpoint", checkpoint_minutes), overdue(run, "validation", eval_minutes))
         square, stopping, decay, save_now, validate_now, *sums = ranks.add(
             square_norm(run.model, ranks), *asked, *terms.values())
@@ -566,7 +567,6 @@ def pretrain(run, build):
         # Count the step, and log it.
         done = step + 1
         if decay:
-            run.cooldown.clear()
             begin_decay(run, done)
             end = end_of(run)
         speed = positions / (time.perf_counter() - run.step_began)
@@ -617,8 +617,7 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
         run.ranks.join(run.device, timeout)
         if prepare:
             prepare(run)
-        # On GPUs NCCL uses SIGUSR1 itself.
-        with stop_signals() as run.stop, stop_signals(["SIGUSR1"] * (run.device == "cpu")) as run.cooldown:
+        with stop_signals() as run.stop:
             try:
                 pretrain(run, build)
             except torch.OutOfMemoryError as e:            # on GPUs only

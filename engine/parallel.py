@@ -23,14 +23,11 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-MODES = ("auto", "none", "ddp", "fsdp", "hsdp")
 
 # -----------------------------------------------------------------------------
 # the processes
@@ -65,8 +62,6 @@ class Ranks:
     """
 
     def __init__(self, mode="none", exact=False, shard=0):
-        if mode not in MODES:
-            raise ValueError(f"parallel={mode!r}: there is {', '.join(MODES)}")
         # A single process inside a Slurm job has srun's variables too. With mode none only torchrun's count.
         found = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
         self.rank, self.size, self.local, node = found or (0, 1, 0, 1)
@@ -116,9 +111,8 @@ class Ranks:
         # exact adds up the same micro-batches for every number of ranks, so they are never made smaller.
         micro = micro_batch if self.exact else min(micro_batch, max(1, batch_size // self.groups))
         if batch_size % (micro * self.groups):
-            batch = micro_batch * self.groups
             raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch={micro_batch} on each of "
-                             f"{self.groups} processes: try --batch_size={batch * max(1, batch_size // batch)}")
+                             f"{self.groups} processes")
         return micro
 
     def join(self, device, timeout):
@@ -142,7 +136,6 @@ class Ranks:
         shape = (self.copies, self.shard) if self.mode == "hsdp" else (self.size,)
         self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
         if self.exact:
-            self.threads = torch.get_num_threads()
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
             torch.set_num_threads(1)                       # two threads split a sum in two, which rounds it differently
             torch.use_deterministic_algorithms(True)
@@ -170,9 +163,6 @@ class Ranks:
         dist.barrier(self.files)
         dist.destroy_process_group()
         self.files = None
-        if self.exact:
-            torch.set_num_threads(self.threads)
-            torch.use_deterministic_algorithms(False)
 
 
 # -----------------------------------------------------------------------------
@@ -261,19 +251,17 @@ def square_norm(model, ranks):
 
 
 @contextlib.contextmanager
-def stop_signals(names=("SIGTERM", "SIGUSR2")):
+def stop_signals():
     """
-    A list that fills when one of these signals arrives. The loop reads it between micro-batches; the handler must do no
+    A list that fills when SIGTERM or SIGUSR2 arrives. The loop reads it between micro-batches; the handler must do no
     more, since it may interrupt an all-reduce.
 
     A signal to one rank ends all of them, and torchrun, with exit code 0. torchrun passes a SIGTERM on to its ranks. It
     passes SIGUSR2 on only with --signals-to-handle; without that, it dies and the ranks continue.
     """
     caught = []
-    # Windows has no SIGUSR1. Only the main thread may set handlers, not a notebook's worker.
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    if threading.current_thread() is not threading.main_thread():
-        numbers.clear()
+    # Windows has no SIGUSR2.
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR2") if hasattr(signal, name)]
     before = [signal.signal(number, lambda received, frame: caught.append(received)) for number in numbers]
     try:
         yield caught

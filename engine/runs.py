@@ -38,10 +38,7 @@ def claim(out, resume, ranks):
     found = set(os.listdir(out)) if os.path.isdir(out) else set()
     if "meta.json" in found or found - {"stop", "cooldown", "profile"} and ".lock" not in found:
         raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
-    if not found & {"log.jsonl", "ckpt"}:
-        # The file `cooldown` was meant for an earlier run.
-        forget(out, "cooldown")
-    elif not resume:
+    if found & {"log.jsonl", "ckpt"} and not resume:
         raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
     return lock(out)
 
@@ -50,14 +47,10 @@ def lock(out):
     """
     Make the run folder and lock it for this process. Closing the returned file unlocks it.
 
-    ValueError: the folder cannot be written, or another process has locked it.
+    OSError: the folder cannot be written; ValueError: another process has locked it.
     """
-    try:
-        make_folder(out)
-        file = files.lock(f"{out}/.lock", f"stop it (touch {out}/stop) or name another --out")
-    except OSError as e:
-        raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): "
-                         "name another with --out") from None
+    make_folder(out)
+    file = files.lock(f"{out}/.lock", f"stop it (touch {out}/stop) or name another --out")
     for killed_save in glob.glob("ckpt/step-[0-9]*.tmp", root_dir=out):
         shutil.rmtree(f"{out}/{killed_save}", ignore_errors=True)
     return file
@@ -67,25 +60,23 @@ def entry_of(line):
     """The entry of a line of log.jsonl; None if a kill or a full disk has torn it."""
     try:
         entry = json.loads(line)
-        return entry if line.endswith("\n") and type(entry["step"]) is int else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return entry if line.endswith("\n") and "step" in entry else None
+    except (ValueError, TypeError):
         return None
 
 
-def open_log(out, start, ranks, validate=False):
+def open_log(out, start, ranks):
     """
     The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks it does nothing.
 
-    Lines of steps from `start` on, which will be repeated, and torn ones are removed first; with validate also the last
-    validation before `start`.
+    Lines of steps from `start` on, which will be repeated, and torn ones are removed first.
     """
     if not ranks.first:
         return lambda **entry: None
     path = f"{out}/log.jsonl"
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
-            kept = [line for line in f
-                    if (entry := entry_of(line)) and entry["step"] < start - (validate and "loss" not in entry)]
+            kept = [line for line in f if (entry := entry_of(line)) and entry["step"] < start]
         write_flushed(path, "".join(kept))
     file = open(path, "a", encoding="utf-8", buffering=1)
 
@@ -94,18 +85,15 @@ def open_log(out, start, ranks, validate=False):
     return log
 
 
-def asked(out, run, name):
-    """
-    Whether this rank is asked to stop, or for the cooldown (`name`): by a signal, which is in the list run.stop or
-    run.cooldown, or on the first rank by a file of that name in the run folder.
-    """
-    return bool(getattr(run, name)) or run.ranks.first and os.path.exists(f"{out}/{name}")
+def asked_to_stop(out, run):
+    """Whether this rank is asked to stop: by a signal, which is in the list run.stop, or by the file `stop`."""
+    return bool(run.stop) or run.ranks.first and os.path.exists(f"{out}/stop")
 
 
 def forget(out, *names):
     """Remove the files `stop`, `cooldown` or `profile`: the next start must not obey them again."""
     for name in names:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(FileNotFoundError):
             os.remove(f"{out}/{name}")
 
 

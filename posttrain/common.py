@@ -26,7 +26,7 @@ from engine.memory import check_run
 from engine.mixture import SLOTS, mix_weights
 from engine.parallel import drop_gathered
 from engine.restore import refuse_another
-from engine.runs import asked, settings_of
+from engine.runs import asked_to_stop, settings_of
 from posttrain import start
 
 # A resumed run may change these settings, because they change no number by more than rounding. The hashes of the data
@@ -219,7 +219,7 @@ def slices(n, run):
     ranks = run.ranks
     each = -(-n // (run.rows * ranks.size))
     for k in range(each):
-        if k and ranks.agree(asked(train.out, run, "stop")):
+        if k and ranks.agree(asked_to_stop(train.out, run)):
             raise Stop
         begin = (k * ranks.size + ranks.rank) * run.rows
         yield slice(begin, begin + run.rows), k + 1 == each

