@@ -12,7 +12,6 @@ import torch
 import tokenizer
 from chat import stop_ids
 from configurator import attached
-from engine.decoding import lay_out_for_decoding
 from engine.files import read_text
 from generate import generate, stream
 
@@ -39,9 +38,6 @@ def main():
         raise ValueError(f"temperature={temperature} and top_k={top_k} must be 0 or more, top_p={top_p} from 0 to 1, "
                          f"num_samples={num_samples} and max_new_tokens={max_new_tokens} at least 1")
     model, tok = convert.load_ready(init_from, device, dtype, base)
-    # The compiled step reads its matrices by rows.
-    if chat or not compile:
-        lay_out_for_decoding(model)
     # The generator lives where the logits are, and its seed makes a sample repeatable.
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
     how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)

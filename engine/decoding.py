@@ -1,8 +1,6 @@
 """
-Decoding on a CPU: a matrix times one row reads the whole matrix once, so memory bandwidth limits it.
-
-    one_row_products(model)        for the compiled step: sums that read four places of memory at once
-    lay_out_for_decoding(model)    for eager steps: matrices stored by columns, which MKL reads 1.2 to 2 times as fast
+Decoding on a CPU: a matrix times one row reads the whole matrix once, so memory bandwidth limits it. In the compiled
+step one_row_products(model) makes it sums that read four places of memory at once.
 """
 
 import torch
@@ -34,19 +32,3 @@ def one_row_products(model):
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = OneRow
-
-
-@torch.no_grad()
-def lay_out_for_decoding(model):
-    """
-    Store fp32 matrices with more outputs than inputs by columns: same values and shape, other strides.
-
-    Only for a model on a CPU that generates and is not saved, because checkpoints want rows.
-    """
-    embedding = model.model.embed_tokens.weight            # look-ups read it by rows
-    for module in model.modules():
-        if type(module) is not Linear or module.weight is embedding:
-            continue
-        w = module.weight
-        if w.is_cpu and w.dtype == torch.float32 and len(w) > w.shape[1]:
-            w.data = w.data.T.contiguous().T

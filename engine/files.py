@@ -33,7 +33,7 @@ def read_json(path):
     """The object in a JSON file. ValueError, one line, if it is damaged."""
     try:
         saved = json.loads(read_text(path))
-    except (ValueError, RecursionError) as e:              # RecursionError: a million brackets
+    except ValueError as e:
         raise ValueError(f"{path} is damaged, it is not JSON ({e}): fetch or write it again") from None
     if not isinstance(saved, dict):
         raise ValueError(f"{path} is damaged: want a JSON object, it holds a {type(saved).__name__}")

@@ -71,11 +71,8 @@ def keep_freed_memory():
     zeros: an eighth of the time of a step of configs/laptop.py.
 
     Memory of tensors above 32 MB is still returned, since glibc allows no larger M_MMAP_THRESHOLD. It has to be set
-    because setting M_TRIM_THRESHOLD alone freezes it at 128 KB. The user's own settings, and other C libraries, stay as
-    they are.
+    because setting M_TRIM_THRESHOLD alone freezes it at 128 KB. Other C libraries stay as they are.
     """
-    if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
-        return
     with contextlib.suppress(AttributeError, OSError, TypeError):        # no glibc
         malloc_option = ctypes.CDLL(None).mallopt
         malloc_option(-3, 2**25)                                         # M_MMAP_THRESHOLD, in bytes

@@ -64,8 +64,7 @@ def read_manifest(path):
     files of this folder and no others.
     """
     text = manifest = None
-    # RecursionError: a million brackets.
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         text = read_text(f"{path}/manifest.json")
         manifest = json.loads(text)["manifest"]
     if sealed(manifest) != text:

@@ -207,7 +207,7 @@ DAMAGE = {
     "of another step": lambda path: shutil.copy(shard(path.with_name("step-00000001")), shard(path)),
     "foreign": lambda path: (path / "shard-00009-model-00001-of-00001.safetensors").touch(),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
-    "brackets": lambda path: (path / "manifest.json").write_text("[" * 100_000),
+    "torn": lambda path: (path / "manifest.json").write_text('{"manifest": {'),
     "outside": lambda path: names(path, shard(path).name, "../step-00000001/manifest.json"),
 }
 
