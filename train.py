@@ -617,16 +617,16 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
         run.ranks.join(run.device, timeout)
         if prepare:
             prepare(run)
-        with stop_signals() as run.stop:
-            try:
-                pretrain(run, build)
-            except torch.OutOfMemoryError as e:            # on GPUs only
-                torch.cuda.memory._dump_snapshot(f"{out}/memory-{run.ranks.rank}.pickle")
-                raise ValueError(f"{e}: a smaller --micro_batch and --recompute=cheap take less; {out}/memory-*.pickle "
-                                 "(pytorch.org/memory_viz) shows what held it") from None
-            finally:
-                run.bar.close()                            # so that an error starts on a new line
-                end_trace(run)
+        run.stop = stop_signals()
+        try:
+            pretrain(run, build)
+        except torch.OutOfMemoryError as e:                # on GPUs only
+            torch.cuda.memory._dump_snapshot(f"{out}/memory-{run.ranks.rank}.pickle")
+            raise ValueError(f"{e}: a smaller --micro_batch and --recompute=cheap take less; {out}/memory-*.pickle "
+                             "(pytorch.org/memory_viz) shows what held it") from None
+        finally:
+            run.bar.close()                                # so that an error starts on a new line
+            end_trace(run)
         run.ranks.leave()
         if run.ranks.first:
             conclude(run)

@@ -51,6 +51,13 @@ def launched():
     return tuple(map(int, (env["SLURM_PROCID"], ranks, env["SLURM_LOCALID"], on_this_node)))
 
 
+def check_split(what, parts, **wholes):
+    """ValueError, one line, if one of these numbers cannot be split into these parts."""
+    for name, n in wholes.items():
+        if parts < 1 or n % parts:
+            raise ValueError(f"{what}={parts} does not divide {name}={n}: take a divisor of that")
+
+
 class Ranks:
     """
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
@@ -83,8 +90,7 @@ class Ranks:
         self.group, self.groups = self.rank, self.size
         # How many ranks share one copy of the weights. engine/memory.py may raise it before join().
         self.shard = dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1)
-        if self.size % self.shard:
-            raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: take a divisor of that")
+        check_split("hsdp_shard", self.shard, processes=self.size)
         # The process group that writes checkpoints, from join() to leave().
         self.files = None
 
@@ -250,7 +256,6 @@ def square_norm(model, ranks):
 # the end of a process
 
 
-@contextlib.contextmanager
 def stop_signals():
     """
     A list that fills when SIGTERM or SIGUSR2 arrives. The loop reads it between micro-batches; the handler must do no
@@ -260,14 +265,10 @@ def stop_signals():
     passes SIGUSR2 on only with --signals-to-handle; without that, it dies and the ranks continue.
     """
     caught = []
-    # Windows has no SIGUSR2.
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR2") if hasattr(signal, name)]
-    before = [signal.signal(number, lambda received, frame: caught.append(received)) for number in numbers]
-    try:
-        yield caught
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
+    for name in ("SIGTERM", "SIGUSR2"):
+        if hasattr(signal, name):                          # Windows has no SIGUSR2
+            signal.signal(getattr(signal, name), lambda received, frame: caught.append(received))
+    return caught
 
 
 # What gloo and NCCL say in the RuntimeError of a rank whose peer is gone.

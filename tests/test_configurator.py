@@ -124,7 +124,7 @@ def test_every_config_file_fits_its_script_and_has_several_spellings():
         script = importlib.import_module(dict(sft="posttrain.sft", qrpo="posttrain.qrpo").get(begin, "train"))
         more = [script.shape, attach] if script.__name__ == "train" else []
         configure(dict(vars(script)), [path], *(dict(vars(space)) for space in more))
-    for arg in ("8b", "config/8b.py", "configs/8b.py", "configs/8b"):
+    for arg in ("8b", "configs/8b.py", "configs/8b"):
         assert os.path.samefile(configurator.config_file(arg), f"{ROOT}/configs/8b.py")
     assert configurator.config_file("configs/nowhere.py") is configurator.config_file("README.md") is None
 

@@ -3,7 +3,6 @@ engine/parallel.py, sequence.py, recompute.py and train.py on several processes:
 warm process (tests/faults/launch.py). Results of many ranks are compared with those of one process.
 """
 import os
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -92,10 +91,10 @@ REFUSED = """
     2 | --parallel=ddp --exact                 | take --parallel=fsdp
     2 | --parallel=fsdp --exact --micro_batch=8 | not a multiple of micro_batch=8 on each of 2 processes
     3 | --parallel=fsdp                        | micro_batch=4 on each of 3 processes
-    4 | --parallel=hsdp --hsdp_shard=3         | does not divide 4 processes: take a
-    4 | --parallel=fsdp --sequence_parallel=0  | sequence_parallel=0: want how many ranks share a window
-    4 | --parallel=fsdp --sequence_parallel=4  | n_kv_head=2 cannot be split over sequence_parallel=4 ranks: take
-    2 | --parallel=fsdp --sequence_parallel=2 --block_size=63 | block_size=63 cannot be split
+    4 | --parallel=hsdp --hsdp_shard=3         | hsdp_shard=3 does not divide processes=4: take a
+    4 | --parallel=fsdp --sequence_parallel=0  | sequence_parallel=0 does not divide
+    4 | --parallel=fsdp --sequence_parallel=4  | sequence_parallel=4 does not divide n_kv_head=2: take
+    2 | --parallel=fsdp --sequence_parallel=2 --block_size=63 | does not divide block_size=63
     2 | --parallel=fsdp --sequence_parallel=2 --exact | sums over a split window round differently
 """
 
@@ -131,14 +130,6 @@ def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
         ranks.place("cuda")
     with pytest.raises(ValueError, match="device=mps is one GPU for one process, without fp64"):
         parallel.Ranks(exact=True).place("mps")
-
-
-def test_signals_mean_what_they_did_afterwards():
-    """tests/faults tests their effect inside."""
-    before = signal.getsignal(signal.SIGTERM)
-    with parallel.stop_signals():
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # -----------------------------------------------------------------------------

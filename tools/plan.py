@@ -35,6 +35,7 @@ import train
 from configurator import config_file, configure, read_config, run, settings
 from engine.gpus import GPUS
 from engine.memory import MODES, gb, of_step, trained
+from engine.parallel import check_split
 from model import ApertusConfig
 from posttrain import attach, qrpo, sft
 from posttrain.start import adapters_of, check_base, shapes_of
@@ -84,13 +85,6 @@ def shards():
     if gpus == 1 or parallel == "ddp":
         return 1
     return (hsdp_shard or GPUS[gpu].per_node) if parallel == "hsdp" else gpus
-
-
-def check_split(what, parts, **wholes):
-    """ValueError, one line, if one of these numbers cannot be split into these parts."""
-    for name, n in wholes.items():
-        if parts < 1 or n % parts:
-            raise ValueError(f"{what}={parts} does not divide {name}={n}: take a divisor of that")
 
 
 def check():
