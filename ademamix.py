@@ -187,23 +187,10 @@ def build_optimizer(
     """
     The optimizer of a model by name: "ademamix", or for comparison "adamw", which uses the first two betas.
 
-    Warm-ups in steps. compile: as in AdEMAMix. state_dtype: of AdEMAMix' two averages, a string. ValueError: an
-    unknown name or dtype.
+    Warm-ups in steps. compile: as in AdEMAMix. state_dtype: of AdEMAMix' two averages, a string.
     """
-    check_states(name, state_dtype)
     groups = param_groups(model, weight_decay)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr, betas[:2], eps, fused=True)
     dtype = getattr(torch, state_dtype)
     return AdEMAMix(groups, lr, betas, alpha, eps, weight_decay, beta3_warmup, alpha_warmup, dtype, compile)
-
-
-def check_states(name, state_dtype):
-    """ValueError unless there is an optimizer of this name that keeps its averages in this dtype."""
-    if name not in ("ademamix", "adamw"):
-        raise ValueError(f"optimizer={name!r}: there is ademamix and adamw")
-    if state_dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"state_dtype={state_dtype!r}: there is float32 and bfloat16")
-    if (name, state_dtype) == ("adamw", "bfloat16"):
-        raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
-                         "use --optimizer=ademamix, or leave state_dtype out")

@@ -4,8 +4,8 @@ Configuration without a framework: the plain globals at the top of a script are 
     python train.py configs/8b.py configs/long/8k.py --lr=3e-4 --compile
 
     1. `name = value  # meaning` at the top of the script: the default, its type, and its line in --help
-    2. every config file on the command line overrides them, later files win; configs/8b.py, config/8b.py and 8b are the
-       same file. A file may read the settings so far from the dict `_before` (configs/long)
+    2. every config file on the command line overrides them, later files win; configs/8b.py and 8b are the same file. A
+       file may read the settings so far from the dict `_before` (configs/long)
     3. --key=value (or --key value) overrides the files; --flag alone means True
 
 A name that does not exist is an error with a suggestion, in a file as on the command line (nanoGPT accepts a typo in a
@@ -40,11 +40,6 @@ def names(space):
     return space if isinstance(space, dict) else vars(space)
 
 
-def lengths(total):
-    """The three flags of a pretraining run of `total` samples: 5 % warm-up, 30 % decay, as in configs/laptop.py."""
-    return f"--total_samples={total} --warmup_samples={total // 20} --decay_samples={3 * total // 10}"
-
-
 def checked(key, value, default, where=""):
     """
     `value` in the type of `default`: int becomes float, list becomes tuple. A default of None takes anything.
@@ -62,7 +57,7 @@ def checked(key, value, default, where=""):
 
 def config_file(arg):
     """The path of the config file that an argument names, or None."""
-    name = arg.removeprefix("configs/").removeprefix("config/").removesuffix(".py")
+    name = arg.removeprefix("configs/").removesuffix(".py")
     for path in (arg, f"{ROOT}/configs/{name}.py"):
         if path.endswith(".py") and os.path.isfile(path):
             return path
@@ -166,7 +161,8 @@ def run(main, *namespaces, beyond=""):
     script = [space for space in namespaces if isinstance(space, dict)][-1]
     try:
         if {"-h", "--help"} & {*sys.argv}:
-            return attached("engine.help").print_help(script, namespaces, settings, beyond and attached(beyond))
+            more = (vars(attached(beyond)),) if beyond else ()
+            return attached("engine.help").print_help(script, namespaces + more, settings)
         try:
             configure(namespaces[0], None, *namespaces[1:])
         except ValueError as error:

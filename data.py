@@ -219,10 +219,6 @@ class TokenDataset:
             )
         self.fingerprint = fingerprint(self.meta, sources)
 
-    def tokens(self, begin, end):
-        """stream[begin:end] of the first stream as int64."""
-        return self.streams[0].read(begin, np.empty(end - begin, np.int64))
-
     def where(self, samples):
         """Samples of the run, int64 (n,) -> (stream, window), each (n,)."""
         stream = np.zeros_like(samples)

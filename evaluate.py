@@ -137,7 +137,7 @@ def validation_documents(folder):
     tok = load_for(folder)
     # The sources follow one another in the stream. A document is BOS, its text, and the end of text.
     sources = [source for source, splits in meta["sources"].items() for _ in range(splits["val"]["documents"])]
-    ids = validation.tokens(0, validation.n_tokens)
+    ids = validation.streams[0].read(0, np.empty(validation.n_tokens, np.int64))
     documents = np.split(ids, np.flatnonzero(ids == meta["bos"]))[1:]
     return [(source, tok.decode(document[1:-1])) for source, document in zip(sources, documents)]
 

@@ -57,8 +57,7 @@ class ApertusConfig:
         for big, small in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
             a, b = getattr(self, big), getattr(self, small)
             if b < 1 or a % b:
-                fits = max((d for d in range(1, b) if a % d == 0), default=1)
-                raise ValueError(f"{big}={a} is not divisible by {small}={b}: try {small}={fits}")
+                raise ValueError(f"{big}={a} is not divisible by {small}={b}")
         if self.head_dim % 2:
             raise ValueError(f"head dim {self.n_embd}/{self.n_head} = {self.head_dim} is odd, and RoPE rotates pairs: "
                              "try another n_head")

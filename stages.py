@@ -30,9 +30,10 @@ class StagedDataset:
     """
 
     def __init__(self, folder, stages, block_size, *goldfish, stage=""):
-        names, _, untils, _ = zip(*stages)
-        if stage and stage not in names:
-            raise ValueError(f"there is no stage {stage!r}: the table has {', '.join(names)}")
+        names = [name for name, *_ in stages]
+        untils = [until for _, _, until, _ in stages]
+        if not stages or stage and stage not in names:
+            raise ValueError(f"there is no stage {stage!r}: the table of stages has {', '.join(names) or 'none'}")
         if sorted({0, *untils}) != [0, *untils]:
             raise ValueError(f"stages end after {untils} samples: want each later than the one before")
         last = names.index(stage) if stage else len(names) - 1
@@ -49,7 +50,6 @@ class StagedDataset:
         self.fingerprint = " ".join(words)
         self.meta = self.parts[0].meta
         self.n_tokens = sum(part.n_tokens for part in self.parts)
-        self.n_windows = sum(part.n_windows for part in self.parts)
 
     def batch(self, first, n):
         """As TokenDataset.batch; a batch across the border of two stages has samples of both."""

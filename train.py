@@ -36,8 +36,8 @@ from engine.hardware import can_compile, keep_freed_memory, pick_device, pick_dt
 import torch
 from tqdm import tqdm
 
-from ademamix import build_optimizer, check_states
-from configurator import lengths, run as run_script, settings
+from ademamix import build_optimizer
+from configurator import run as run_script, settings
 from data import TokenDataset, started_stages
 from engine import checkpoint, runs
 from engine.files import write_flushed
@@ -109,6 +109,14 @@ skip_nonfinite = 0              # steps in a row to skip if loss or gradient is 
 
 
 _exempt = ()                                               # ids that Goldfish never drops, set by posttrain/attach.py
+KINDS = dict(
+    parallel="auto, none, ddp, fsdp, hsdp",
+    recompute="none, cheap, selective, full",
+    goldfish_scope="window, stream",
+    loss_average="step, micro",
+    schedule="wsd, cosine",
+    optimizer="ademamix, adamw",
+    state_dtype="float32, bfloat16")
 COUNTS = """eval_every eval_minutes eval_windows last_eval_windows sample_every checkpoint_every checkpoint_minutes
             keep_checkpoints save_failures skip_nonfinite grad_clip batch_ramp_at alpha_warmup beta3_warmup lr
             lr_floor eps weight_decay hsdp_shard timeout"""
@@ -145,27 +153,21 @@ def check_settings():
     said = [name for name in globals().get("_asked", ()) if name in ("minutes", "total_samples")]
     if said[-1:] == ["total_samples"]:
         minutes = 0.0
-    for name, kinds in dict(schedule="wsd cosine", loss_average="step micro", goldfish_scope="window stream").items():
-        if globals()[name] not in kinds.split():
-            raise ValueError(f"{name}={globals()[name]!r}: there is {kinds.replace(' ', ' and ')}")
+    for name, kinds in KINDS.items():
+        if globals()[name] not in kinds.split(", "):
+            raise ValueError(f"{name}={globals()[name]!r}: there is {kinds}")
     if minutes and (not 0 < minutes < math.inf or schedule != "wsd" or decay_samples >= total_samples or stage):
         raise ValueError(f"minutes={minutes:g} finds the end of a run while it trains: it wants a positive number, "
                          "schedule=wsd, a decay shorter than total_samples, and no stage; --minutes=0 counts samples")
     if total_samples < batch_size:
         raise ValueError(f"total_samples={total_samples} is less than one step of batch_size={batch_size}")
-    if schedule == "wsd" and warmup_samples + decay_samples > total_samples:
-        # The lengths are three settings, so that a stage may end where the schedule does not. A shorter run needs all
-        # three changed.
-        raise ValueError(f"warmup_samples={warmup_samples} and decay_samples={decay_samples} do not fit into "
-                         f"total_samples={total_samples} ({steps_until(total_samples):,} steps): "
-                         f"say {lengths(total_samples)}")
-    if stage and not stages:
-        raise ValueError(f"stage={stage!r}, but there is no table of stages: "
-                         "name a config that has one, like configs/8b.py")
     for name in COUNTS.split():
         if globals()[name] < 0:
             raise ValueError(f"{name}={globals()[name]}: want 0 or more; --help says what 0 means")
-    check_states(optimizer, state_dtype)
+    if optimizer == "adamw" and state_dtype == "bfloat16":
+        raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
+                         "use --optimizer=ademamix, or leave state_dtype out")
+    # The lengths are three settings, so that a stage may end where the schedule does not. They have to fit.
     lr_at(0)
 
 
@@ -192,9 +194,9 @@ def set_up(build, more, decides):
     entries of the log about the GPU. Added later: model, opt, saver, log, clock, latest (times); stop and cooldown,
     lists that a signal fills to ask this process to exit or to begin the decay.
     """
+    check_settings()
     ranks = Ranks(parallel, exact, hsdp_shard)
     where = ranks.place(pick_device(device))
-    check_settings()
     train, val, rows = open_data(ranks)
     meta = train.meta
     if shape.vocab_size not in (0, meta["vocab_size"]) and "vocab_size" not in more:
@@ -406,10 +408,9 @@ def introduce(run, end):
     kind = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
     length = f"{end:,} steps"
     if run.decay_at == NEVER:
-        length, end = f"{minutes:g} minute{'s' * (minutes != 1)}", steps_until(total_samples)
-    epochs = "" if minutes else f", so {samples_before(end) / run.train.n_windows:.1f} epochs"
+        length = f"{minutes:g} minute{'s' * (minutes != 1)}"
     print(f"{run.model.num_params():,} parameters on {kind} in {str(run.dtype)[6:]}, {length} of {batch_size} x "
-          f"{shape.block_size} tokens per step; data: {run.train.n_tokens:,} tokens{epochs}")
+          f"{shape.block_size} tokens per step; data: {run.train.n_tokens:,} tokens")
     import convert
     import tokenizer
     convert.describe(out, run.config, run.shape, tokenizer.load_for(data))
@@ -620,16 +621,16 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
         if prepare:
             prepare(run)
         # On GPUs NCCL uses SIGUSR1 itself.
-        with stop_signals() as run.stop, stop_signals(["SIGUSR1"] * (run.device == "cpu")) as run.cooldown:
-            try:
-                pretrain(run, build)
-            except torch.OutOfMemoryError as e:            # on GPUs only
-                torch.cuda.memory._dump_snapshot(f"{out}/memory-{run.ranks.rank}.pickle")
-                raise ValueError(f"{e}: a smaller --micro_batch and --recompute=cheap take less; {out}/memory-*.pickle "
-                                 "(pytorch.org/memory_viz) shows what held it") from None
-            finally:
-                run.bar.close()                            # so that an error starts on a new line
-                end_trace(run)
+        run.stop, run.cooldown = stop_signals(), stop_signals(["SIGUSR1"] * (run.device == "cpu"))
+        try:
+            pretrain(run, build)
+        except torch.OutOfMemoryError as e:                # on GPUs only
+            torch.cuda.memory._dump_snapshot(f"{out}/memory-{run.ranks.rank}.pickle")
+            raise ValueError(f"{e}: a smaller --micro_batch and --recompute=cheap take less; {out}/memory-*.pickle "
+                             "(pytorch.org/memory_viz) shows what held it") from None
+        finally:
+            run.bar.close()                                # so that an error starts on a new line
+            end_trace(run)
         run.ranks.leave()
         if run.ranks.first:
             conclude(run)

@@ -41,10 +41,7 @@ def updater(update, device, compile):
             if slow is not m2:
                 m2.copy_(stochastic_bf16(slow, t))
 
-    if compile and not can_compile(device):
-        print(f"ademamix: no compiler found for {device.type}: the update runs eagerly, which is slower")
-        compile = False
-    if not compile:
+    if not compile or not can_compile(device):
         return many
     # dynamic: one kernel for tensors of every size.
     fused = torch.compile(many, fullgraph=True, dynamic=True)

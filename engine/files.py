@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 
 
 def sha256(path):
@@ -105,17 +104,12 @@ def lock(path, advice):
 
     ValueError: another process has it. A file system without locks (NFS without lockd, Windows) is a warning.
     """
-    file = open(path, "a+", encoding="utf-8")
+    file = open(path, "w")
     try:
         import fcntl
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        raise ValueError(f"{os.path.dirname(path)}: another process is writing there ({file.read()}): "
-                         f"{advice}") from None
+        raise ValueError(f"{os.path.dirname(path)}: another process is writing there: {advice}") from None
     except (ImportError, OSError) as e:
         print(f"{path}: no locks here ({e}): make sure that no other process writes there")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
-    file.flush()
     return file

@@ -2,33 +2,23 @@
 The meaning of "auto" on this machine, and settings that make a CPU faster without changing results.
 
     pick_device, pick_dtype, can_compile    the meaning of "auto" here, and whether torch.compile can work
-    spin_briefly, keep_freed_memory         the settings for a CPU
+    keep_freed_memory                       a setting for a CPU
 
-Import this file before torch: libgomp reads the number that spin_briefly sets when torch loads it.
+Import this file before torch: libgomp reads GOMP_SPINCOUNT, which this file sets, when torch loads it.
 """
 
 import contextlib
 import ctypes
 import os
 import shutil
-import sys
-from importlib.util import find_spec
 
 
-def spin_briefly():
-    """
-    Let a thread of OpenMP that waits for others sleep after it has checked 1,000 times, about 10 microseconds, instead
-    of 300,000.
-
-    If another program uses a core, the thread that shares it is late at every barrier. The others would spin for
-    milliseconds and keep it from moving to their cores: 1,000 checks are as fast on an idle machine, and 5 times as
-    fast on a busy one (records/README.md). Threads and results stay the same.
-    """
-    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        os.environ["GOMP_SPINCOUNT"] = "1000"
-
-
-spin_briefly()
+# Let a thread of OpenMP that waits for others sleep after it has checked 1,000 times, about 10 microseconds, instead of
+# 300,000. If another program uses a core, the thread that shares it is late at every barrier. The others would spin for
+# milliseconds and keep it from moving to their cores: 1,000 checks are as fast on an idle machine, and 5 times as fast
+# on a busy one (records/README.md). Threads and results stay the same.
+if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 # On a GPU, segments that can grow leave fewer gaps in memory.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 import torch  # noqa: E402
@@ -47,8 +37,7 @@ def pick_device(device):
     kind, _, _ = device.partition(":")
     if kind in here:
         return device
-    why = "; nvidia-smi should list a GPU, and torch be a build with CUDA (pip install torch)" if kind == "cuda" else ""
-    raise ValueError(f"device={device!r} is not here: there is {', '.join(here)}{why}")
+    raise ValueError(f"device={device!r} is not here: there is {', '.join(here)}")
 
 
 def pick_dtype(dtype, device):
@@ -70,14 +59,10 @@ def pick_dtype(dtype, device):
 
 
 def can_compile(device):
-    """Whether torch.compile finds its tools: a C++ compiler on a CPU, Triton and a C compiler on CUDA."""
+    """Whether torch.compile works here, which wants a C++ compiler. Not on MPS, where torch's support is young."""
     # torch would first compile a program to see whether AVX works, which takes seconds at every start.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    kind = torch.device(device).type
-    if kind == "cuda" and find_spec("triton"):
-        return any(shutil.which(os.environ.get("CC", usual)) for usual in ("gcc", "clang"))
-    usual = "clang++" if sys.platform == "darwin" else "g++"
-    return kind == "cpu" and shutil.which(os.environ.get("CXX", usual)) is not None
+    return torch.device(device).type != "mps" and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def keep_freed_memory():
@@ -86,11 +71,8 @@ def keep_freed_memory():
     zeros: an eighth of the time of a step of configs/laptop.py.
 
     Memory of tensors above 32 MB is still returned, since glibc allows no larger M_MMAP_THRESHOLD. It has to be set
-    because setting M_TRIM_THRESHOLD alone freezes it at 128 KB. The user's own settings, and other C libraries, stay as
-    they are.
+    because setting M_TRIM_THRESHOLD alone freezes it at 128 KB. Other C libraries stay as they are.
     """
-    if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
-        return
     with contextlib.suppress(AttributeError, OSError, TypeError):        # no glibc
         malloc_option = ctypes.CDLL(None).mallopt
         malloc_option(-3, 2**25)                                         # M_MMAP_THRESHOLD, in bytes

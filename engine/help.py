@@ -26,18 +26,15 @@ def suggestion(key, known):
     return f", did you mean {' or '.join(map(repr, near))}?" if near else "; --help lists them"
 
 
-def print_help(script, namespaces, settings, beyond=None):
+def print_help(script, namespaces, settings):
     """
     Print the script's docstring, and a line for each setting: its value and the comment behind it.
 
-    settings(namespace): the settings in it. beyond: the module that takes over if one of its settings is set, or None.
+    settings(namespace): the settings in it.
     """
     print(script["__doc__"].strip(), "\n\nsettings:", sep="")
-    more = [vars(beyond)] if beyond else []
     shown = set()
-    for space in (*namespaces, *more):
-        if space in more:
-            print(f"\nsettings of {beyond.__name__}, which takes over if one of them is set:")
+    for space in namespaces:
         file = space["__file__"] if isinstance(space, dict) else inspect.getfile(type(space))
         text = Path(file).read_text(encoding="utf-8")
         # Lines without a comment do not count: a local variable may have the name of a setting.

@@ -85,8 +85,6 @@ def check_run(run, build, again=False):
     """
     settings = run.config
     ranks, device = run.ranks, run.device
-    if settings["recompute"] not in MODES:
-        raise ValueError(f"recompute={settings['recompute']!r}: there is {', '.join(MODES)}")
     free = has = memory_of(device)
     if not has:
         return

@@ -23,14 +23,11 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-MODES = ("auto", "none", "ddp", "fsdp", "hsdp")
 
 # -----------------------------------------------------------------------------
 # the processes
@@ -56,6 +53,13 @@ def launched():
     return tuple(map(int, (env["SLURM_PROCID"], ranks, env["SLURM_LOCALID"], on_this_node)))
 
 
+def check_split(what, parts, **wholes):
+    """ValueError, one line, if one of these numbers cannot be split into these parts."""
+    for name, n in wholes.items():
+        if not 0 < parts <= n or n % parts:
+            raise ValueError(f"{what}={parts} does not divide {name}={n}: take a divisor of that")
+
+
 class Ranks:
     """
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
@@ -67,8 +71,6 @@ class Ranks:
     """
 
     def __init__(self, mode="none", exact=False, shard=0):
-        if mode not in MODES:
-            raise ValueError(f"parallel={mode!r}: there is {', '.join(MODES)}")
         # A single process inside a Slurm job has srun's variables too. With mode none only torchrun's count.
         found = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
         self.rank, self.size, self.local, node = found or (0, 1, 0, 1)
@@ -90,8 +92,7 @@ class Ranks:
         self.group, self.groups = self.rank, self.size
         # How many ranks share one copy of the weights. engine/memory.py may raise it before join().
         self.shard = dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1)
-        if self.size % self.shard:
-            raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: take a divisor of that")
+        check_split("hsdp_shard", self.shard, processes=self.size)
         # The process group that writes checkpoints, from join() to leave().
         self.files = None
 
@@ -118,9 +119,8 @@ class Ranks:
         # exact adds up the same micro-batches for every number of ranks, so they are never made smaller.
         micro = micro_batch if self.exact else min(micro_batch, max(1, batch_size // self.groups))
         if batch_size % (micro * self.groups):
-            batch = micro_batch * self.groups
             raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch={micro_batch} on each of "
-                             f"{self.groups} processes: try --batch_size={batch * max(1, batch_size // batch)}")
+                             f"{self.groups} processes")
         return micro
 
     def join(self, device, timeout):
@@ -146,7 +146,6 @@ class Ranks:
         shape = (self.copies, self.shard) if self.mode == "hsdp" else (self.size,)
         self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
         if self.exact:
-            self.threads = torch.get_num_threads()
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
             torch.set_num_threads(1)                       # two threads split a sum in two, which rounds it differently
             torch.use_deterministic_algorithms(True)
@@ -174,9 +173,6 @@ class Ranks:
         dist.barrier(self.files)
         dist.destroy_process_group()
         self.files = None
-        if self.exact:
-            torch.set_num_threads(self.threads)
-            torch.use_deterministic_algorithms(False)
 
 
 # -----------------------------------------------------------------------------
@@ -263,7 +259,6 @@ def square_norm(model, ranks):
 # the end of a process
 
 
-@contextlib.contextmanager
 def stop_signals(names=("SIGTERM", "SIGUSR2")):
     """
     A list that fills when one of these signals arrives. The loop reads it between micro-batches; the handler must do no
@@ -273,16 +268,10 @@ def stop_signals(names=("SIGTERM", "SIGUSR2")):
     passes SIGUSR2 on only with --signals-to-handle; without that, it dies and the ranks continue.
     """
     caught = []
-    # Windows has no SIGUSR1. Only the main thread may set handlers, not a notebook's worker.
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    if threading.current_thread() is not threading.main_thread():
-        numbers.clear()
-    before = [signal.signal(number, lambda received, frame: caught.append(received)) for number in numbers]
-    try:
-        yield caught
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
+    for name in names:
+        if hasattr(signal, name):                          # Windows has no SIGUSR1 and SIGUSR2
+            signal.signal(getattr(signal, name), lambda received, frame: caught.append(received))
+    return caught
 
 
 # What gloo and NCCL say in the RuntimeError of a rank whose peer is gone.

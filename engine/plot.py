@@ -17,7 +17,6 @@ if __name__ == "__main__" and not __package__:
     print("plot.py: start it from the project's root, python -m engine.plot", file=sys.stderr)
     sys.exit(2)
 
-from array import array
 from collections import defaultdict
 from pathlib import Path
 
@@ -43,28 +42,24 @@ UNITS = dict(tokens=("million tokens", 1e6), step=("step", 1), seconds=("minutes
 
 
 def entries(folder):
-    """
-    Yield the entries of a run's log.jsonl in order, without torn lines. OSError if there is no such file.
-
-    A generator, because a list of the 8B's 2.6 million entries would take gigabytes.
-    """
+    """Yield the entries of a run's log.jsonl in order, without torn lines. OSError if there is no such file."""
     with open(f"{folder}/log.jsonl", encoding="utf-8", errors="replace") as f:
         yield from filter(None, map(entry_of, f))
 
 
 def points(folder, panels, x_axis):
-    """{key of a panel: x and y, (2, n) float64} of a run, without empty panels. ValueError if all are empty."""
-    found = defaultdict(lambda: array("d"))
+    """{key of a panel: x and y, (2, n)} of a run, without empty panels. ValueError if all are empty."""
+    found = defaultdict(list)
     for entry in entries(folder):
         entry["minutes"] = entry.get("val_bpb")
         for key in panels:
             point = entry.get("seconds" if key == "minutes" else x_axis), entry.get(key)
             # A loss that is not finite is null in the log.
             if None not in point:
-                found[key].extend(point)
+                found[key].append(point)
     if not found:
         raise ValueError(f"{folder}/log.jsonl has no numbers yet: wait for the run's first step")
-    return {key: np.reshape(numbers, (-1, 2)).T for key, numbers in found.items()}
+    return {key: np.transpose(pairs) for key, pairs in found.items()}
 
 
 def pyplot():

@@ -38,10 +38,7 @@ def claim(out, resume, ranks):
     found = set(os.listdir(out)) if os.path.isdir(out) else set()
     if "meta.json" in found or found - {"stop", "cooldown", "profile"} and ".lock" not in found:
         raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
-    if not found & {"log.jsonl", "ckpt"}:
-        # The file `cooldown` was meant for an earlier run.
-        forget(out, "cooldown")
-    elif not resume:
+    if found & {"log.jsonl", "ckpt"} and not resume:
         raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
     return lock(out)
 
@@ -50,14 +47,10 @@ def lock(out):
     """
     Make the run folder and lock it for this process. Closing the returned file unlocks it.
 
-    ValueError: the folder cannot be written, or another process has locked it.
+    OSError: the folder cannot be written; ValueError: another process has locked it.
     """
-    try:
-        make_folder(out)
-        file = files.lock(f"{out}/.lock", f"stop it (touch {out}/stop) or name another --out")
-    except OSError as e:
-        raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): "
-                         "name another with --out") from None
+    make_folder(out)
+    file = files.lock(f"{out}/.lock", f"stop it (touch {out}/stop) or name another --out")
     for killed_save in glob.glob("ckpt/step-[0-9]*.tmp", root_dir=out):
         shutil.rmtree(f"{out}/{killed_save}", ignore_errors=True)
     return file
@@ -67,8 +60,8 @@ def entry_of(line):
     """The entry of a line of log.jsonl; None if a kill or a full disk has torn it."""
     try:
         entry = json.loads(line)
-        return entry if line.endswith("\n") and type(entry["step"]) is int else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return entry if line.endswith("\n") and "step" in entry else None
+    except (ValueError, TypeError):
         return None
 
 
@@ -105,7 +98,7 @@ def asked(out, run, name):
 def forget(out, *names):
     """Remove the files `stop`, `cooldown` or `profile`: the next start must not obey them again."""
     for name in names:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(FileNotFoundError):
             os.remove(f"{out}/{name}")
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from engine.parallel import Ranks
+from engine.parallel import Ranks, check_split
 
 
 HEADS, POSITIONS = 1, 2            # dimensions of q, k and v
@@ -36,10 +36,7 @@ class SplitRanks(Ranks):
 
     def __init__(self, P, *how):
         super().__init__(*how)
-        if self.size % P:
-            raise ValueError(f"sequence_parallel={P} does not divide {self.size} processes: "
-                             "take a divisor of that, or start a multiple of it, "
-                             "torchrun --nproc_per_node=8 ... --parallel=fsdp")
+        check_split("sequence_parallel", P, processes=self.size)
         if self.exact:
             raise ValueError("exact=True is bit-exact on any number of ranks, and sums over a split window "
                              "round differently: leave it out, or take --sequence_parallel=1")
@@ -50,13 +47,6 @@ class SplitRanks(Ranks):
     def join(self, device, timeout):
         super().join(device, timeout)
         self.window, _ = dist.new_subgroups(self.P)
-
-
-def check_split(P, **counts):
-    """ValueError if one of these numbers, of positions or of heads, cannot be split over P ranks."""
-    for name, n in counts.items():
-        if n % P:
-            raise ValueError(f"{name}={n} cannot be split over sequence_parallel={P} ranks: take a divisor of {n}")
 
 
 def split_attention(model, ranks):

@@ -32,7 +32,7 @@ from data import read_meta
 from engine import fp8 as eight_bits
 from engine import sequence
 from engine.attention import attend_on
-from engine.parallel import orderly_exit
+from engine.parallel import check_split, orderly_exit
 from engine.runs import settings_of
 from model import Apertus
 from posttrain import distill as distillation
@@ -76,8 +76,6 @@ def check_settings():
                          "leave one of them out")
     if fp8 and ffn != "dense":
         raise ValueError(f"fp8=True trains whole dense matrices: leave it out, or ffn={ffn}")
-    if sequence_parallel < 1:
-        raise ValueError(f"sequence_parallel={sequence_parallel}: want how many ranks share a window, 1 = one each")
     if goldfish_exempt not in ("", "special"):
         raise ValueError(f"goldfish_exempt={goldfish_exempt!r}: want special, or leave it out")
     if not 0 <= distill <= 1:
@@ -135,8 +133,9 @@ def main():
     if ffn != "dense" or self_guided:
         decides += ["ffn", "ffn_rank", "ffn_blocks", "self_guided", "guide_saving"]
     if sequence_parallel != 1:
+        check_split("sequence_parallel", sequence_parallel, block_size=train.shape.block_size,
+                    n_kv_head=train.shape.n_kv_head)
         train.Ranks = functools.partial(sequence.SplitRanks, sequence_parallel)
-        sequence.check_split(sequence_parallel, block_size=train.shape.block_size, n_kv_head=train.shape.n_kv_head)
     wrap_loop(tok)
     train.main(functools.partial(build, path=path, professor=professor), more, decides)
 
@@ -181,7 +180,7 @@ def check_teacher(its):
         raise ValueError(f"{teacher} has windows of {its.block_size} tokens and {its.vocab_size} ids, and the run "
                          f"{train.shape.block_size} and {ids}: a teacher needs at least those")
     if sequence_parallel > 1:
-        sequence.check_split(sequence_parallel, n_kv_head_of_the_teacher=its.n_kv_head)
+        check_split("sequence_parallel", sequence_parallel, n_kv_head_of_the_teacher=its.n_kv_head)
 
 
 # -----------------------------------------------------------------------------

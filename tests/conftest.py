@@ -9,6 +9,7 @@ import types
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch._inductor.config  # noqa: F401  reads CXX once, so import it before a test sets CXX
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -75,6 +76,7 @@ def script(name, *args, stdin="", pictures=False):
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as e:
             code = e.code or 0
+    torch.use_deterministic_algorithms(False)              # as --exact leaves it
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 

@@ -73,13 +73,12 @@ def test_compiled_it_is_eager_to_rounding_and_one_kernel_serves_all_sizes_and_st
     assert backend != "inductor" or differs.float().mean() < 1e-3
 
 
-def test_without_a_compiler_it_says_so_and_runs(monkeypatch, capsys):
+def test_without_a_compiler_it_runs(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     AdEMAMix([p], 0.1, compile=True).step()
     assert p.max() < 1
-    assert capsys.readouterr().out.startswith("ademamix: no compiler found for cpu")
 
 
 # -----------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def test_one_run_a_folder_and_the_lock_goes_with_its_owner(tmp_path):
         os.makedirs(tmp_path / "ckpt" / name)
     lock = runs.lock(str(tmp_path))
     assert sorted(os.listdir(tmp_path / "ckpt")) == ["notes.tmp", "step-00000006"]
-    with pytest.raises(ValueError, match=f"another process is writing there .process {os.getpid()} on"):
+    with pytest.raises(ValueError, match="another process is writing there"):
         runs.lock(str(tmp_path))
     lock.close()
     runs.lock(str(tmp_path)).close()

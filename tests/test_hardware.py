@@ -1,5 +1,5 @@
 """
-engine/hardware.py, gpus.py and decoding.py against the Linux kernel's files, Triton's sources, and products in fp64.
+engine/hardware.py, gpus.py and decoding.py against the Linux kernel's files, and products in fp64.
 """
 from types import SimpleNamespace
 
@@ -17,8 +17,8 @@ def test_auto_is_the_first_of_cuda_mps_and_cpu_that_is_here(monkeypatch, names):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in names)
     assert hardware.pick_device("auto") == names.partition(",")[0]
     assert hardware.pick_device("cpu") == "cpu"
-    missing, hint = ("tpu:1", "$") if "cuda" in names else ("cuda:0", "; nvidia-smi should list a GPU")
-    with pytest.raises(ValueError, match=f"device='{missing}' is not here: there is {names}{hint}"):
+    missing = "tpu:1" if "cuda" in names else "cuda:0"
+    with pytest.raises(ValueError, match=f"device='{missing}' is not here: there is {names}$"):
         hardware.pick_device(missing)
 
 
@@ -44,37 +44,28 @@ def test_auto_is_bf16_where_the_processor_multiplies_in_it(monkeypatch, dtype, d
 
 
 COMPILERS = """
-cuda:0 |     | triton gcc   | yes
-cuda   |     | triton clang | yes
-cuda   |     | gcc          | no
-cuda   |     | triton       | no
-cuda   | CC  | triton mine  | yes
-cuda   | CC  | triton gcc   | no
-cpu    |     | g++ clang++  | yes
-cpu    | CXX | g++          | no
-cpu    | CXX | mine         | yes
-mps    |     | g++ clang++  | no
+cuda:0 |     | g++  | yes
+cuda   |     |      | no
+cpu    |     | g++  | yes
+cpu    | CXX | g++  | no
+cpu    | CXX | mine | yes
+mps    |     | g++  | no
 """
 
 
 @pytest.mark.parametrize("device, variable, there, works", table(COMPILERS))
-def test_compilation_wants_a_compiler_and_on_cuda_triton(monkeypatch, device, variable, there, works):
-    """Triton builds a stub for each kernel by gcc, clang or $CC (triton/runtime/build.py)."""
-    for module, name in ((hardware, "find_spec"), (hardware.shutil, "which")):
-        monkeypatch.setattr(module, name, lambda name: name if name in there.split() else None)
+def test_compilation_wants_a_compiler(monkeypatch, device, variable, there, works):
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: name if name in there.split() else None)
     monkeypatch.setattr(hardware.os, "environ", {variable: "mine"})
     assert hardware.can_compile(device) == (works == "yes")
 
 
-def test_malloc_keeps_freed_memory_unless_the_user_says_otherwise(monkeypatch):
+def test_malloc_keeps_freed_memory(monkeypatch):
     """mallopt(3): M_MMAP_THRESHOLD is -3, of at most 32 MB; M_TRIM_THRESHOLD is -1."""
     told = []
     libc = SimpleNamespace(mallopt=lambda *args: told.append(args))
     monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: libc)
-    for variable in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "ANOTHER"):
-        assert told == []
-        monkeypatch.setattr(hardware.os, "environ", {variable: "1"})
-        hardware.keep_freed_memory()
+    hardware.keep_freed_memory()
     assert told == [(-3, 32 * 2**20), (-1, 2**31 - 1)]
 
 

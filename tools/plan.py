@@ -35,7 +35,7 @@ import train
 from configurator import config_file, configure, read_config, run, settings
 from engine.gpus import GPUS
 from engine.memory import MODES, gb, of_step, trained
-from engine.parallel import MODES as SPREAD
+from engine.parallel import check_split
 from model import ApertusConfig
 from posttrain import attach, qrpo, sft
 from posttrain.start import adapters_of, check_base, shapes_of
@@ -80,18 +80,11 @@ def build(command=None):
 
 def shards():
     """The number of GPUs that share one copy of the weights. ValueError: an unknown --parallel."""
-    if parallel not in SPREAD:
-        raise ValueError(f"parallel={parallel!r}: there is {', '.join(SPREAD)}")
+    if parallel not in train.KINDS["parallel"].split(", "):
+        raise ValueError(f"parallel={parallel!r}: there is {train.KINDS['parallel']}")
     if gpus == 1 or parallel == "ddp":
         return 1
     return (hsdp_shard or GPUS[gpu].per_node) if parallel == "hsdp" else gpus
-
-
-def check_split(what, parts, **wholes):
-    """ValueError, one line, if one of these numbers cannot be split into these parts."""
-    for name, n in wholes.items():
-        if not 0 < parts <= n or n % parts:
-            raise ValueError(f"{what}={parts} does not divide {name}={n}: take a divisor of that")
 
 
 def check():
