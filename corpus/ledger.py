@@ -28,7 +28,7 @@ import pyarrow
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from corpus.robots import KNOWN, RESERVED, host_key, known
+from corpus.robots import KNOWN, RESERVED, glossary, host_key, known
 from corpus.rules import RULES
 from corpus.shards import shards_of
 from data import version
@@ -42,22 +42,21 @@ PII = ("email", "ip", "iban")
 NUMBERS = ("bytes", "written", *PII, "tokens", "offset")
 OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
 # Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
-REASONS = {
-    "unreadable": "no text: not UTF-8, no JSON, binary, torn file",
-    "empty": "nothing but white space",
-    "blocked-domain": "the host is on a list of blocked domains",
-    "robots": "robots.txt disallows the URL for an agent",
-    "no-robots": "the host has no robots.txt (--missing=deny)",
-    "unparsable": "the host serves something else as robots.txt (--missing=deny)",
-    "bad-url": "not a URL (--missing=deny)",
-    **RESERVED,
-    **RULES,
-    "contaminated": "contains an evaluation prompt",
-    "tokens": "too few or too many tokens",
-    "duplicate": "the same text was kept before",
-    "near-duplicate": "nearly the same text was kept before",
-    "withdrawn": "taken out after the data were made (--remove)",
-}
+REASONS = glossary("""
+unreadable      no text: not UTF-8, no JSON, binary, torn file
+empty           nothing but white space
+blocked-domain  the host is on a list of blocked domains
+robots          robots.txt disallows the URL for an agent
+no-robots       the host has no robots.txt (--missing=deny)
+unparsable      the host serves something else as robots.txt (--missing=deny)
+bad-url         not a URL (--missing=deny)
+""") | RESERVED | RULES | glossary("""
+contaminated    contains an evaluation prompt
+tokens          too few or too many tokens
+duplicate       the same text was kept before
+near-duplicate  nearly the same text was kept before
+withdrawn       taken out after the data were made (--remove)
+""")
 
 
 def schema():

@@ -20,7 +20,6 @@ that are missing.
 
 import json
 import os
-import subprocess
 import time
 from collections import Counter
 from functools import cached_property, lru_cache, partial
@@ -33,7 +32,6 @@ import pyarrow.compute as pc
 from pyarrow.parquet import read_table, write_table
 
 import tokenizer as tokenizers
-from configurator import ROOT
 from corpus import dedup, ledger
 from corpus.audit import verify
 from corpus.folder import publish
@@ -113,9 +111,6 @@ class Work:
     @cached_property
     def rules(self):
         """The settings as functions and tables. ValueError for one that is not valid."""
-        for path in self.agents, self.probes:
-            if path and not os.path.isfile(path):
-                raise ValueError(f"{path}: no such file (--agents or --probes)")
         agents = [agent for agent, in rows_of(self.agents, ("agent",), comments=True)] if self.agents else AGENTS
         if not agents:
             raise ValueError(f"--agents={self.agents} names no agent: want one a line")
@@ -538,7 +533,6 @@ def account(number, work):
 
 def about(work, name):
     """The part of the report about the run, its files and its settings. Writes probes.json. name: of the vocabulary."""
-    commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
     read = {file["name"] for group in work.groups[:work.result("judge")["groups"]] for file, _ in group}
     inputs = [{key: file[key] for key in ("name", "path", "bytes", "sha256", "problem")} for file in work.checked]
     for file in inputs:
@@ -555,7 +549,7 @@ def about(work, name):
         write_json(work.data / "probes.json", dict(
             tokenizer_hash=work.tok.hash, repetitions=work.repetitions, source="probes", probes=passages))
         planted = dict(
-            file=work.probes, sha256=sha256(work.probes), passages=len(passages), repetitions=work.repetitions,
+            file=work.probes, passages=len(passages), repetitions=work.repetitions,
             documents=sum(passage["repetitions"] for passage in passages))
     of = "sha256 of its id" if work.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
     return dict(
@@ -563,8 +557,6 @@ def about(work, name):
             out=work.out,
             command=work.command,
             date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(work.began)),
-            seconds=round(time.time() - work.began),
-            code=commit if len(commit) == 40 else None,
             tokenizer=name),
         inputs=inputs,
         ignored=work.ignored,

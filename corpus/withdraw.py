@@ -25,7 +25,7 @@ from corpus.folder import clear, empty, publish
 from corpus.ledger import FILE, added, changed, counted, rows_of, write_account, write_ledger
 from corpus.robots import host_key, open_robots, refusal
 from corpus.shards import shards_of, write_shard
-from engine.readers import in_one_line, kind_of, open_bytes, records
+from engine import readers
 
 
 def withdraw(path, out, final, tmp):
@@ -74,16 +74,14 @@ def read_list(path, robots):
         raise ValueError(f"--remove={path}: no such file")
     if os.path.isdir(path):
         store = open_robots(path)
-    elif kind_of(path) in (None, "text", "html"):
-        with in_one_line(path):
-            lines = open_bytes(dict(path=path)).read().decode("utf-8-sig", "replace").splitlines()
-        for line in {line.strip() for line in lines} - {""}:
+    elif readers.kind_of(path) in (None, "text", "html"):
+        for line, in readers.rows_of(path):
             entries |= {("id", line), ("url", line)}
             # A line that looks like a host may be one.
             if re.fullmatch(r"[^/: ]*\.[^/: ]*", line):
                 entries.add(("host", line))
     else:
-        for number, row in enumerate(records(path), 1):
+        for number, row in enumerate(readers.records(path), 1):
             if "domain" in row and {"content", "robots"} & row.keys():
                 store = open_robots(path)
                 break
