@@ -102,7 +102,7 @@ dry_run = False             # print the report, write nothing
 strict = False              # stop at the first file, line or URL that cannot be read
 
 # Left out of the default corpus: tests, and tables of characters and documentation that would dominate validation.
-NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__"}
+NOT_PROSE = set("test tests idle_test encodings pydoc_data site-packages __pycache__".split())
 # Bytes of input up to which starting processes costs more than it saves.
 SMALL = 1 << 24
 

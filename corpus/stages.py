@@ -498,15 +498,14 @@ def tokenize_bucket(number, work):
 
 def cut_shard(number, work):
     """Write a shard. Returns its entry for meta.json."""
-    shard, pieces, dtype = work.shards[number], [], dtype_of(work.tok)
+    shard, pieces = work.shards[number], []
     file, begin, end = shard["file"], shard["begin"], shard["end"]
-    n = end - begin
     for bucket in range(len(work.buckets)):
-        ids = np.memmap(work.folder / "tokens" / f"{bucket}.ids", dtype, "r")
+        ids = np.memmap(work.folder / "tokens" / f"{bucket}.ids", dtype_of(work.tok), "r")
         if begin < len(ids) and end > 0:
             pieces.append(ids[max(begin, 0):end])
         begin, end = begin - len(ids), end - len(ids)
-    return dict(file=file, **write_shard(work.data / file, pieces, n, dtype))
+    return dict(file=file, **write_shard(work.data / file, pieces))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def cut(final, new, meta, rows):
             link(final / file, new / file)
             entries[file] = entry
         elif len(left):
-            entries[file] = dict(entry, **write_shard(new / file, [left], len(left), ids.dtype))
+            entries[file] = dict(entry, **write_shard(new / file, [left]))
 
     def mark(row):
         place = row["shard"], row["offset"]

@@ -377,7 +377,8 @@ def rows(file, part, columns=()):
     """
     Yield (number, row) of a part of a file. number: from 0 in the file; row: a dict, or its problem, a str.
 
-    columns: those of a parquet file to read; all, if it has none of these. ValueError, one line, if the file is damaged.
+    columns: those of a parquet file to read; all, if it has none of these. ValueError, one line, if the file is
+    damaged.
     """
     path, kind = file["path"], kind_of(file["path"])
     begin, lines, number, _ = part
