@@ -16,7 +16,6 @@ import os
 import numpy as np
 import pyarrow
 import pyarrow.compute as pc
-from tqdm import tqdm
 
 from corpus.dedup import LONG, fingerprint, signatures, words
 from corpus.ledger import counted, described, ledger, rows_of, sums, total
@@ -45,7 +44,7 @@ def verify(folder):
     tokens = pc.sum(rows["tokens"], min_count=0).as_py()
     by_shard = rows.group_by("shard").aggregate([("offset", "list")])
     listed = dict(zip(by_shard["shard"].to_pylist(), by_shard["offset_list"].to_pylist()))
-    for shard in tqdm(shards_of(meta), "shards", unit="shard", disable=None, leave=False):
+    for shard in shards_of(meta):
         path = os.path.join(folder, shard["file"])
         if sha256(path) != shard["sha256"]:
             raise ValueError(f"{path} has changed since prepare.py wrote it: another sha256")
@@ -80,7 +79,7 @@ def find_rows(folder, meta):
     for row in rows_of(folder):
         same = [key for key in wanted if row[key] == wanted[key]]
         if same:
-            found.append((f"this {same[0].replace('url', 'URL')}", row))
+            found.append((f"this {same[0]}", row))
     ids, ends = words([text[:LONG]])
     if "://" in text[:10] or len(ids) < 5 or any(how != "this text" for how, _ in found):
         return found
@@ -96,7 +95,7 @@ def nearly(folder, meta, signature):
     tok, shards = tokenizer.load_for(folder), shards_of(meta)
     stream = Stream(folder, shards, 1)
     begins = {shard["file"]: begin for shard, begin in zip(shards, stream.begins)}
-    for row in tqdm(rows_of(folder), "near-duplicates", unit="document", disable=None, leave=False):
+    for row in rows_of(folder):
         if row["reason"]:
             continue
         ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))

@@ -48,12 +48,9 @@ def building(out, inputs, joined=None):
 
 def locked(out, final, tmp, inputs, joined):
     """Lock the folder `tmp`. Returns the lock, an open file. ValueError: see building()."""
-    try:
-        refuse(out, final, tmp, inputs, joined)
-        tmp.mkdir(parents=True, exist_ok=True)
-        file = lock(tmp / LOCK, "wait for it, or choose another folder")
-    except OSError as e:
-        raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder") from None
+    refuse(out, final, tmp, inputs, joined)
+    tmp.mkdir(parents=True, exist_ok=True)
+    file = lock(tmp / LOCK, "wait for it, or choose another folder")
     # Workers inherit the open file: they close it, or they would hold the lock after the main process has died.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=file.close)

@@ -43,6 +43,7 @@ import numpy as np
 import regex
 
 from engine.files import read_text
+from engine.readers import in_one_line
 
 # Set; rule; the sign and limit that an English page must meet; the limit of FineWeb-2, or its key in the file of a
 # language; the fault of pages that break the rule.
@@ -198,7 +199,7 @@ def score_function(path):
     """
     The function score(text) -> float of a user's file, for --score=FILE.py. This runs the file.
 
-    ValueError if the file or the function is missing; score(text) raises one if its result is not a number.
+    ValueError if the file is missing; score(text) raises one if there is no such function, or its result is no number.
     """
     def run(work, *args):
         # Any error in the user's file becomes one line.
@@ -208,8 +209,6 @@ def score_function(path):
             raise ValueError(f"--score={path}: {type(e).__name__}: {e}") from None
 
     score = run(runpy.run_path, path).get("score")
-    if not callable(score):
-        raise ValueError(f"--score={path}: the file has no function score(text)")
     return lambda text: run(float, run(score, text))
 
 
@@ -290,16 +289,13 @@ def limit_files(spec):
 def fineweb2(path):
     """({rule: limit}, stop words) in a file of FineWeb-2's limits. ValueError if it has another form."""
     import yaml
-    try:
+    with in_one_line(path):
         said = dict(yaml.safe_load(read_text(path)))
         # As in datatrove, 0 means no limit.
         limits = {name: float(said.get(key, key)) for name, key in FINEWEB2.items() if said.get(key, key)}
         for n, share in said["top_n_grams"] + said["dup_n_grams"]:
             limits[f"top-{n}-gram" if n < 5 else f"same-{n}-grams"] = float(share)
-        stops = frozenset(map(str, said["stopwords"]))
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} is damaged, or no file of FineWeb-2's limits ({' '.join(str(e).split())})") from None
-    return limits, stops
+        return limits, frozenset(map(str, said["stopwords"]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ that are missing.
 
 import json
 import os
-import time
 from collections import Counter
 from functools import cached_property, lru_cache, partial
 from itertools import cycle
@@ -545,18 +544,13 @@ def about(work, name):
     if work.passages:
         passages = [dict(passage, ids=work.tok.encode(passage["text"])) for passage in work.passages]
         # studies/memorize.py reads it.
-        write_json(work.data / "probes.json", dict(
-            tokenizer_hash=work.tok.hash, repetitions=work.repetitions, source="probes", probes=passages))
+        write_json(work.data / "probes.json", dict(tokenizer_hash=work.tok.hash, probes=passages))
         planted = dict(
             file=work.probes, passages=len(passages), repetitions=work.repetitions,
             documents=sum(passage["repetitions"] for passage in passages))
     of = "sha256 of its id" if work.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
     return dict(
-        run=dict(
-            out=work.out,
-            command=work.command,
-            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(work.began)),
-            tokenizer=name),
+        run=dict(out=work.out, command=work.command, tokenizer=name),
         inputs=inputs,
         ignored=work.ignored,
         rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {work.val_share}; if none "

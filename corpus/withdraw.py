@@ -70,8 +70,6 @@ def read_list(path, robots):
     store is read with; or None.
     """
     entries, store = set(), None
-    if not os.path.exists(path):
-        raise ValueError(f"--remove={path}: no such file")
     if os.path.isdir(path):
         store = open_robots(path)
     elif readers.kind_of(path) in (None, "text", "html"):
@@ -90,8 +88,6 @@ def read_list(path, robots):
                 raise ValueError(f"{path} row {number}: want an id, url, host or text, or domain and content of a "
                                  "robots.txt")
             entries.add((key, fingerprint(row[key]) if key == "text" else row[key]))
-    if not store and not entries:
-        raise ValueError(f"{path} asks for nothing: want an id, a URL or a host in each line")
     how = blocking(entries)
     if store and robots:
         how |= dict(agents=robots["agents"], missing=robots["missing"], explicit=robots["only_explicit"])
@@ -171,11 +167,8 @@ def choose(final, out, asked):
         raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
                          "without these. Nothing was removed")
     names = {name for key, name in asked[0] if key == "id" and "://" not in name}
-    absent = sorted(name for name in names if not {name, bare(name)} & used)
-    if not absent:
-        return rows, ""
-    more = f" (and {len(absent) - 1:,} more)" if len(absent) > 1 else ""
-    return rows, f"{absent[0]!r}{more} is not among the kept documents of {out}"
+    absent = ", ".join(repr(name) for name in sorted(names) if not {name, bare(name)} & used)
+    return rows, absent and f"not among the kept documents of {out}: {absent}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

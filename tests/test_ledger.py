@@ -128,7 +128,7 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
     letter.write_text(text(7).replace(" ", "\n"))
     for how, name in (
         ("id", row["id"]),
-        ("URL", row["url"]),
+        ("url", row["url"]),
         ("text", text(7)),
         ("text", letter)
     ):
@@ -249,7 +249,7 @@ def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(dat
     (tmp_path / "list").write_text(LIST)
     for after in ("The documents of all other entries were removed", "Nothing was removed"):
         refuse(
-            f"list: 'in.jsonl:d99' (and 1 more) is not among the kept documents of {data}. {after}",
+            f"list: not among the kept documents of {data}: 'in.jsonl:d99', 'probe/1'. {after}",
             f"--remove={tmp_path}/list",
             f"--out={data}"
         )
