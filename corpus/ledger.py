@@ -238,16 +238,6 @@ def write_account(folder, meta, streams, about):
 # ----------------------------------------------------------------------------------------------------------------------
 # for people
 
-def percent(part, whole):
-    """A percentage with one decimal. A share above 0 never reads 0.0 %, and one below 1 never 100.0 %."""
-    if not whole:
-        return "-"
-    share = 100 * part / whole
-    if 0 < share < 0.05:
-        return "< 0.1 %"
-    return "> 99.9 %" if 99.95 <= share < 100 else f"{share:.1f} %"
-
-
 def counted(n, noun):
     """A number and a noun: 1 document, 2 documents."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
@@ -256,12 +246,5 @@ def counted(n, noun):
 def markdown(report):
     """report.md: the numbers of report.json in sentences and tables."""
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    filters = dict(n="{:,}".format, mb=lambda size: f"{size / 1e6:,.2f}", percent=percent, counted=counted)
-    environment.filters.update(filters)
-    removed = report["total"]["removed"]
-    return environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja")).render(
-        report,
-        reasons=REASONS,
-        opted_out=sum(removed[reason][1] for reason in OPT_OUTS if reason in removed),
-        reserved={reason: removed[reason] for reason in RESERVED if reason in removed},
-    )
+    template = environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja"))
+    return template.render(report, reasons=REASONS, opt_outs=OPT_OUTS, reserved=RESERVED, counted=counted)

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, table
 from corpora import fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus import withdraw
-from corpus.ledger import FILE, changed, percent, write_ledger
+from corpus.ledger import FILE, changed, markdown, write_ledger
 from data import TokenDataset
 from lab import run
 from test_checkpoint import full
@@ -82,9 +82,11 @@ SHARES = """
 """
 
 
-def test_a_share_never_reads_as_nothing_or_all():
+def test_a_share_never_reads_as_nothing_or_all(reports):
+    found = report(reports / "a")
     for part, whole, says in table(SHARES):
-        assert percent(int(part), int(whole)) == says
+        found["total"].update(bytes=int(part), bytes_in=int(whole))
+        assert f"were kept, {says} of the bytes" in markdown(found)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
