@@ -31,7 +31,12 @@ def building(out, inputs, joined=None):
     """
     final = Path(os.path.realpath(out))
     tmp = Path(f"{final}.tmp")
-    with locked(out, final, tmp, inputs, joined):
+    refuse(out, final, tmp, inputs, joined)
+    tmp.mkdir(parents=True, exist_ok=True)
+    with lock(tmp / LOCK, "wait for it, or choose another folder") as file:
+        # Workers inherit the open file: they close it, or they would hold the lock after the main process has died.
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=file.close)
         before = (tmp / "work").exists()
         # An earlier run was killed between the two renames of publish(): restore the old folder.
         if (tmp / "old").is_dir() and not final.exists():
@@ -44,17 +49,6 @@ def building(out, inputs, joined=None):
             raise
         except OSError as e:
             raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
-
-
-def locked(out, final, tmp, inputs, joined):
-    """Lock the folder `tmp`. Returns the lock, an open file. ValueError: see building()."""
-    refuse(out, final, tmp, inputs, joined)
-    tmp.mkdir(parents=True, exist_ok=True)
-    file = lock(tmp / LOCK, "wait for it, or choose another folder")
-    # Workers inherit the open file: they close it, or they would hold the lock after the main process has died.
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=file.close)
-    return file
 
 
 def refuse(out, final, tmp, inputs, joined):

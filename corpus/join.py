@@ -105,23 +105,18 @@ def joined_report(parts, out):
         rule=" ".join(sorted({part["rule"] for part in parts})),
         pii={name: all(part["pii"][name] for part in parts) for name in ("scrubbed", "in_code")},
         probes=None,
-        robots=joined_robots(asked, len(parts)) if asked else None,
+        robots=joined_robots(asked) if asked else None,
     )
 
 
-def joined_robots(asked, n):
-    """
-    The opt-outs of several folders, added up.
-
-    asked: the opt-outs of each folder that consulted a store. n: the number of all folders.
-    """
+def joined_robots(asked):
+    """The opt-outs of several folders that consulted a store, added up."""
     hosts, lost = Counter(), {}
     for robots in asked:
         hosts.update(robots["hosts"])
         for host, sizes in robots["top_blocked_hosts"].items():
             lost[host] = np.add(sizes, lost.get(host, 0)).tolist()
-    stores = [robots["store"] for robots in asked] + ["none"] * (n - len(asked))
-    return dict(asked[0], store=" ".join(stores), hosts=hosts, top_blocked_hosts=lost)
+    return dict(asked[0], hosts=hosts, top_blocked_hosts=lost)
 
 
 def main():

@@ -210,7 +210,7 @@ def documents_of(number, work):
         for doc in documents(file, part, work.text_field, wanted):
             if doc["text"] is not None:
                 if work.detect_language and not doc.get("language"):
-                    doc["language"] = detect(doc["text"], work.detect_language) or None
+                    doc["language"] = detect(doc["text"], work.detect_language)
                 if work.rules.score:
                     doc["score"] = work.rules.score(doc["text"])
             yield doc | {name: value for name, value in defaults.items() if value and not doc.get(name)}
@@ -538,8 +538,8 @@ def about(work, name):
             file["problem"] = file["problem"] or "not read: --max_bytes was reached"
     robots = work.rules.robots
     if robots:
-        robots = dict(store=work.robots or work.blocked, agents=robots["agents"], missing=work.missing,
-                      only_explicit=work.agents_no_star, **ledger.opt_outs(work.data, robots["store"]))
+        robots = dict(agents=robots["agents"], missing=work.missing, only_explicit=work.agents_no_star,
+                      **ledger.opt_outs(work.data, robots["store"]))
     planted = None
     if work.passages:
         passages = [dict(passage, ids=work.tok.encode(passage["text"])) for passage in work.passages]

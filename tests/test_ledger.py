@@ -288,7 +288,6 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
         for split, some in texts_of(a).items()
     }
     assert "of source b/" in ask(both, "--find=b.jsonl:d77")
-    assert report(both)["robots"]["store"] == f"{ROOT}/tests/golden/reports/b.robots.jsonl none"
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
     # A join may replace a joined folder, but no other folder.
     run("data.py", a, b, c, f"--join={both}/")
