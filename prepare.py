@@ -24,7 +24,6 @@ Memory does not grow with the length of the texts: 52 bytes per document, 164 wi
 space for three times the text. After a kill the same command resumes. The output is byte-identical for any --workers.
 """
 
-import codecs
 import glob
 import multiprocessing
 import os
@@ -35,6 +34,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import repeat
 from pathlib import Path
 
 from tqdm import tqdm
@@ -42,12 +42,11 @@ from tqdm import tqdm
 from configurator import ROOT, run, settings
 from corpus import stages
 from corpus.folder import building, clear, empty, publish
-from corpus.language import identifier
 from corpus.ledger import counted
 from corpus.rules import limit_files
 from corpus.withdraw import withdraw, withdrawn_entries
 from engine.files import read_json, read_text, sha256_of, write_json
-from engine.readers import CONVERTERS, files_of, find, matches
+from engine.readers import files_of, find, matches
 
 paths = []                  # files, folders, globs, hf:// s3://: text, .html, .json(l), tables, .parquet; none: stdlib
 out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
@@ -103,7 +102,7 @@ dry_run = False             # print the report, write nothing
 strict = False              # stop at the first file, line or URL that cannot be read
 
 # Left out of the default corpus: tests, and tables of characters and documentation that would dominate validation.
-NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__"}
+NOT_PROSE = set("test tests idle_test encodings pydoc_data site-packages __pycache__".split())
 # Bytes of input up to which starting processes costs more than it saves.
 SMALL = 1 << 24
 
@@ -157,8 +156,7 @@ def begin(folder, began):
                          "--remove them there too")
     found, ignored = find(paths) if paths else standard_library()
     for kind, names in ignored.items():
-        how = f": {CONVERTERS[kind]} makes text of it" if kind in CONVERTERS else ""
-        print(f"not read: {len(names):,} ({kind}), such as {names[0]}{how}")
+        print(f"not read: {len(names):,} ({kind}), such as {names[0]}")
     asked = settings(globals()) | dict(
         name=os.path.basename(out),
         repetitions=list(repetitions),
@@ -181,6 +179,7 @@ def begin(folder, began):
     work.data.mkdir(exist_ok=True)
     # Loaded here, so that all workers share the tables, and an invalid setting ends the run before it starts.
     work.rules
+    work.passages
     return work
 
 
@@ -190,9 +189,9 @@ def key_of(asked, files):
     run resumes only if it is equal.
     """
     decides = {name: value for name, value in asked.items() if name not in ("workers", "dry_run")}
-    vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [
-        robots, reservations, blocked, agents, decontaminate, probes, score, vocabulary, f"{known}/meta.json",
+        robots, reservations, blocked, agents, decontaminate, probes, score, tokenizer.removeprefix("bpe:"),
+        f"{known}/meta.json",
         *limit_files(heuristics),
         *glob.glob(f"{ROOT}/corpus/*.py"),
         f"{ROOT}/engine/readers.py",
@@ -214,20 +213,12 @@ def check_settings():
     """ValueError for a setting that is not valid. Work.rules checks the others."""
     if not out:
         raise ValueError("--out is empty: name a folder")
-    for name, least in dict(shard_tokens=1, workers=0, max_bytes=0, min_chars=0, max_chars=0, min_tokens=0,
-                            max_tokens=0, train_bpe=320).items():
+    for name, least in dict(shard_tokens=1, workers=0, max_bytes=0, train_bpe=320).items():
         if globals()[name] < least:
             raise ValueError(f"{name}={globals()[name]}: want {least} or more")
     if not repetitions or not all(type(n) is int and n >= 0 for n in repetitions):
         raise ValueError(f"repetitions={repetitions}: want whole numbers, such as (0,1,8)")
-    if encoding:
-        try:
-            codecs.lookup(encoding)
-        except LookupError:
-            raise ValueError(f"encoding={encoding}: want a name that Python knows, like latin-1 or utf-16") from None
-    if missing not in ("allow", "deny"):
-        raise ValueError(f"missing={missing!r}: want allow or deny")
-    if missing == "deny" and not robots:
+    if missing != "allow" and not robots:
         raise ValueError("missing=deny drops hosts without a robots.txt: name a store of them with --robots")
     if not 0 <= val_share < 1:
         raise ValueError(f"val_share={val_share}: want a share from 0 to below 1, like 0.04")
@@ -240,8 +231,6 @@ def check_settings():
                          "--tokenizer=apertus")
     if not 0 <= detect_language <= 1:
         raise ValueError(f"detect_language={detect_language}: want a probability from 0 to 1, such as 0.9")
-    if detect_language:
-        identifier()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,12 +266,10 @@ def each(name, numbers, folder, workers):
     fork = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(fork), end_with_the_main_process)
     try:
-        for number, future in [(number, pool.submit(stages.do, name, number, folder)) for number in numbers]:
-            try:
-                future.result()
-            except (ValueError, OSError, ModuleNotFoundError) as error:
-                raise error.with_traceback(None) from None     # as if raised here: a user's mistake is one line
+        for number, _ in zip(numbers, pool.map(stages.do, repeat(name), numbers, repeat(folder))):
             yield number
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise error.with_traceback(None) from None     # as if raised here: a user's mistake is one line
     except BrokenProcessPool:
         raise OSError("a worker process was killed, most likely for want of memory: try fewer --workers") from None
     finally:

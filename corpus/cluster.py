@@ -39,9 +39,8 @@ gb = 8                      # Slurm and Ray: memory of a task
 def main():
     if executor not in ("local", "slurm", "ray") or executor == "slurm" and not partition:
         raise ValueError(f"executor={executor!r}: want local, ray, or slurm with --partition=NAME")
-    if min(tasks, parts) < 1 or prepare.remove or prepare.dry_run or not prepare.paths:
-        raise ValueError("want files, --tasks and --parts of 1 or more, and neither --remove nor --dry_run: prepare.py "
-                         "has these")
+    if min(tasks, parts) < 1 or prepare.remove or prepare.dry_run:
+        raise ValueError("want --tasks and --parts of 1 or more, and neither --remove nor --dry_run")
     prepare.check_settings()
     out, began, last = prepare.choose_out(), time.time(), None
     with building(out, prepare.inputs(), False) as (final, tmp):

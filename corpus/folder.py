@@ -31,7 +31,12 @@ def building(out, inputs, joined=None):
     """
     final = Path(os.path.realpath(out))
     tmp = Path(f"{final}.tmp")
-    with locked(out, final, tmp, inputs, joined):
+    refuse(out, final, tmp, inputs, joined)
+    tmp.mkdir(parents=True, exist_ok=True)
+    with lock(tmp / LOCK, "wait for it, or choose another folder") as file:
+        # Workers inherit the open file: they close it, or they would hold the lock after the main process has died.
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=file.close)
         before = (tmp / "work").exists()
         # An earlier run was killed between the two renames of publish(): restore the old folder.
         if (tmp / "old").is_dir() and not final.exists():
@@ -46,27 +51,8 @@ def building(out, inputs, joined=None):
             raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
 
 
-def locked(out, final, tmp, inputs, joined):
-    """Lock the folder `tmp`. Returns the lock, an open file. ValueError: see building()."""
-    try:
-        refuse(out, final, tmp, inputs, joined)
-        tmp.mkdir(parents=True, exist_ok=True)
-        file = lock(tmp / LOCK, "wait for it, or choose another folder")
-    except OSError as e:
-        raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder") from None
-    # A process that has just finished there may have removed the file between our open and our lock.
-    if not os.path.exists(file.name):
-        raise ValueError(f"{out}: another process has just finished there: run the command again")
-    # Workers inherit the open file: they close it, or they would hold the lock after the main process has died.
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=file.close)
-    return file
-
-
 def refuse(out, final, tmp, inputs, joined):
     """ValueError if `final` cannot be made or replaced without touching files of the user."""
-    if Path(os.path.realpath("")).is_relative_to(final):
-        raise ValueError(f"{out} is or holds the working directory: choose another folder")
     for path in inputs:
         real = Path(os.path.realpath(path))
         if real.is_relative_to(final) or real.is_relative_to(tmp):
@@ -112,12 +98,7 @@ def publish(final, tmp):
     (tmp / "work" / "plan.json").unlink(missing_ok=True)
     if final.is_dir():
         os.rename(final, old)
-    try:
-        os.rename(data, final)
-    except BaseException:
-        if old.is_dir():
-            os.rename(old, final)
-        raise
+    os.rename(data, final)
     flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -17,7 +17,6 @@ import tokenizer
 from configurator import run
 from corpus.folder import building, clear, empty, publish
 from corpus.ledger import FILE, changed, rows_of, write_account, write_ledger
-from corpus.shards import shards_of
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json
 
@@ -29,19 +28,15 @@ seed = 28            # seed of the order of windows
 
 def join_folders(folders, out):
     """
-    Write a data folder with one ledger and the sources of all folders; their shards stay where they are. If `out` is
-    one of the folders, the others are added to it.
+    Write a data folder with one ledger and the sources of all folders; their shards stay where they are.
 
     ValueError: a folder is named twice, the vocabularies differ, two sources have one name even as FOLDER/SOURCE, a
     document was withdrawn from another of the folders, or `out` holds anything but the result of an earlier --join.
     """
-    others = [folder for folder in folders if os.path.realpath(folder) != os.path.realpath(out)]
     if len(set(map(os.path.realpath, folders))) < len(folders):
         raise ValueError(f"{', '.join(folders)}: a folder is named twice")
     metas = {folder: data.read_meta(folder) for folder in folders}
     names = new_names(metas)
-    for folder, meta in metas.items():
-        data.Stream(folder, shards_of(meta), 1)            # an error if the size of a shard has changed
     for folder, other in permutations(folders, 2):
         withdrawn = withdrawn_entries(folder)
         # Most folders have no withdrawn documents and need no comparison.
@@ -49,7 +44,7 @@ def join_folders(folders, out):
             if not row["reason"] and reason_of(row, withdrawn)[0]:
                 raise ValueError(f"{other} holds {row['id']}, which was withdrawn from {folder}: remove it there too, "
                                  f"python prepare.py --out={other} --remove=LIST")
-    with building(out, others, joined=True) as (final, tmp):
+    with building(out, folders, joined=True) as (final, tmp):
         empty(tmp)
         new = tmp / "data"
         new.mkdir()
@@ -110,23 +105,18 @@ def joined_report(parts, out):
         rule=" ".join(sorted({part["rule"] for part in parts})),
         pii={name: all(part["pii"][name] for part in parts) for name in ("scrubbed", "in_code")},
         probes=None,
-        robots=joined_robots(asked, len(parts)) if asked else None,
+        robots=joined_robots(asked) if asked else None,
     )
 
 
-def joined_robots(asked, n):
-    """
-    The opt-outs of several folders, added up.
-
-    asked: the opt-outs of each folder that consulted a store. n: the number of all folders.
-    """
+def joined_robots(asked):
+    """The opt-outs of several folders that consulted a store, added up."""
     hosts, lost = Counter(), {}
     for robots in asked:
         hosts.update(robots["hosts"])
         for host, sizes in robots["top_blocked_hosts"].items():
             lost[host] = np.add(sizes, lost.get(host, 0)).tolist()
-    stores = [robots["store"] for robots in asked] + ["none"] * (n - len(asked))
-    return dict(asked[0], store=" ".join(stores), hosts=hosts, top_blocked_hosts=lost)
+    return dict(asked[0], hosts=hosts, top_blocked_hosts=lost)
 
 
 def main():

@@ -28,7 +28,7 @@ import pyarrow
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from corpus.robots import KNOWN, RESERVED, host_key, known
+from corpus.robots import KNOWN, RESERVED, glossary, host_key, known
 from corpus.rules import RULES
 from corpus.shards import shards_of
 from data import version
@@ -42,22 +42,21 @@ PII = ("email", "ip", "iban")
 NUMBERS = ("bytes", "written", *PII, "tokens", "offset")
 OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
 # Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
-REASONS = {
-    "unreadable": "no text: not UTF-8, no JSON, binary, torn file",
-    "empty": "nothing but white space",
-    "blocked-domain": "the host is on a list of blocked domains",
-    "robots": "robots.txt disallows the URL for an agent",
-    "no-robots": "the host has no robots.txt (--missing=deny)",
-    "unparsable": "the host serves something else as robots.txt (--missing=deny)",
-    "bad-url": "not a URL (--missing=deny)",
-    **RESERVED,
-    **RULES,
-    "contaminated": "contains an evaluation prompt",
-    "tokens": "too few or too many tokens",
-    "duplicate": "the same text was kept before",
-    "near-duplicate": "nearly the same text was kept before",
-    "withdrawn": "taken out after the data were made (--remove)",
-}
+REASONS = glossary("""
+unreadable      no text: not UTF-8, no JSON, binary, torn file
+empty           nothing but white space
+blocked-domain  the host is on a list of blocked domains
+robots          robots.txt disallows the URL for an agent
+no-robots       the host has no robots.txt (--missing=deny)
+unparsable      the host serves something else as robots.txt (--missing=deny)
+bad-url         not a URL (--missing=deny)
+""") | RESERVED | RULES | glossary("""
+contaminated    contains an evaluation prompt
+tokens          too few or too many tokens
+duplicate       the same text was kept before
+near-duplicate  nearly the same text was kept before
+withdrawn       taken out after the data were made (--remove)
+""")
 
 
 def schema():
@@ -239,16 +238,6 @@ def write_account(folder, meta, streams, about):
 # ----------------------------------------------------------------------------------------------------------------------
 # for people
 
-def percent(part, whole):
-    """A percentage with one decimal. A share above 0 never reads 0.0 %, and one below 1 never 100.0 %."""
-    if not whole:
-        return "-"
-    share = 100 * part / whole
-    if 0 < share < 0.05:
-        return "< 0.1 %"
-    return "> 99.9 %" if 99.95 <= share < 100 else f"{share:.1f} %"
-
-
 def counted(n, noun):
     """A number and a noun: 1 document, 2 documents."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
@@ -257,12 +246,5 @@ def counted(n, noun):
 def markdown(report):
     """report.md: the numbers of report.json in sentences and tables."""
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    filters = dict(n="{:,}".format, mb=lambda size: f"{size / 1e6:,.2f}", percent=percent, counted=counted)
-    environment.filters.update(filters)
-    removed = report["total"]["removed"]
-    return environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja")).render(
-        report,
-        reasons=REASONS,
-        opted_out=sum(removed[reason][1] for reason in OPT_OUTS if reason in removed),
-        reserved={reason: removed[reason] for reason in RESERVED if reason in removed},
-    )
+    template = environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja"))
+    return template.render(report, reasons=REASONS, opt_outs=OPT_OUTS, reserved=RESERVED, counted=counted)

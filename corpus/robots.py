@@ -57,8 +57,15 @@ explicit = False       # count only groups that name an AI agent, not those of *
 AGENTS = """
     AI2Bot Applebot-Extended Bytespider CCBot CCBot/2.0 CCBot/1.0 ClaudeBot cohere-training-data-crawler Diffbot
     FacebookBot Meta-ExternalAgent Google-Extended GPTBot PanguBot *""".split()
+
+
+def glossary(lines):
+    """{reason: its text in the report} of lines of both."""
+    return dict(line.split(maxsplit=1) for line in lines.strip().splitlines())
+
+
 # The opt-outs other than robots.txt, as the report counts them.
-RESERVED = dict(line.split(maxsplit=1) for line in """
+RESERVED = glossary("""
 noai            the page or its headers forbid AI training
 noimageai       the same, for images
 noml            the same, in Mojeek's word
@@ -68,7 +75,7 @@ tdm-meta        reserved by the page's <meta> tdm-reservation
 usage-header    the header Content-Usage or Content-Signal forbids training
 usage-file      the same, in the host's robots.txt
 ai-txt          disallowed by the host's ai.txt
-""".strip().splitlines())
+""")
 # For a host, a store has a robots.txt, no file, or something else under that name.
 KNOWN = ("with_file", "without", "unparsable")
 # The files of a store of reservations, and the columns of a document that are read.
@@ -234,15 +241,9 @@ def host_key(url):
 
 def split_url(url):
     """(host, path with query) of a URL, normalised so that equivalent URLs are equal. None, None if it is no URL."""
-    return isinstance(url, str) and _split_url(url) or (None, None)
-
-
-# Cached because a document's URL is split several times in a row.
-@lru_cache(maxsize=4096)
-def _split_url(url):
-    m = _URL.match(url.strip())
+    m = isinstance(url, str) and _URL.match(url.strip())
     if not m:
-        return None
+        return None, None
     address, host, path = m.groups()
     if address is None:
         host = unicodedata.normalize("NFKC", unquote(host)).lower()
@@ -251,12 +252,12 @@ def _split_url(url):
         if not host.isascii():
             host = _FOREIGN.sub(lambda label: "xn--" + label[0].encode("punycode").decode(), host)
         if not _HOST.fullmatch(host):
-            return None
+            return None, None
     else:
         try:
             host = ipaddress.IPv6Address(address).compressed
         except ValueError:
-            return None
+            return None, None
     path = percent("/" + path.removeprefix("/"))
     # Rules write * and $ as %2A and %24 if they mean the characters themselves.
     return host, path.replace("*", "%2A").replace("$", "%24")
@@ -354,12 +355,12 @@ _USAGE = re.compile(r"(?im)^content-(?:usage|signal)[ \t]*:(.*)")
 _MINING = re.compile(r"(?im)^(?:((?-i:meta))-)?tdm-reservation[ \t]*:[ \t]*([01])[ \t]*$")
 
 
-def reservation(doc, store=None, agents=AGENTS):
+def reservation(doc, store=None):
     """
     Why a document may not be used for training: a key of RESERVED, with a file's rule after a colon. None if it may.
 
     doc: dict with url, any of COLUMNS, and metas [(name, content)] of an HTML page. store: open_reservations(path), or
-    {file: anything with .get(host) -> str, bytes or None}. agents: the ones that ai.txt may name.
+    {file: anything with .get(host) -> str, bytes or None}.
     """
     said = statements(doc)
     m = _DIRECTIVE.search(said)
@@ -380,7 +381,7 @@ def reservation(doc, store=None, agents=AGENTS):
     groups = parse_robots(ai_txt)
     # /a/page counts as /a/page.html.
     html = re.sub(r"^([^?]*/[^?/.]*)(\?.*)?$", r"\1.html", path)
-    return first_refusal("ai-txt", path, groups, agents) or first_refusal("ai-txt", html, groups, agents)
+    return first_refusal("ai-txt", path, groups, AGENTS) or first_refusal("ai-txt", html, groups, AGENTS)
 
 
 def statements(doc):
@@ -488,7 +489,7 @@ def hosts_files(path, patterns, *columns):
     files = [path] if path.is_file() else sorted(file for name in [*patterns, *STORES] for file in path.glob(name))
     for file in files:
         if any(map(file.match, STORES)):
-            yield from rows_of(str(file), ("domain", "host"), *columns, errors="replace")
+            yield from rows_of(str(file), ("domain", "host"), *columns)
         elif file != path:
             yield file.relative_to(path).parts[0].removesuffix(".txt"), file.read_bytes(), file.name
 
@@ -499,8 +500,6 @@ def blocked_domains(path):
     domain, as the published swiss-ai/robots-txt-blocked-domains-*. example.com also blocks a.b.example.com.
     ValueError if it is empty or something else.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"--blocked={path}: no such file")
     hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows_of(str(path), ("domain",), comments=True)]
     wrong = [domain for host, domain in hosts if "." not in host or "/" in domain]
     if wrong or not hosts:
@@ -513,7 +512,7 @@ def blocked_domains(path):
 
 
 def main():
-    """Print whether each agent may read a URL, by which rule, and whether a group names it; then the verdict."""
+    """Print whether each agent may read a URL, and by which rule; then the verdict."""
     if not paths:
         raise ValueError("name one or more URLs: python -m corpus.robots https://example.com/a --robots=robots.txt")
     agents = AGENTS[:-1] if explicit else AGENTS
@@ -531,7 +530,7 @@ def main():
         refused = dict(refusals(path, groups, agents, explicit))
         for agent in agents:
             says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
-            print(f"{agent:30s} {says:50s} {'named' if product_token(agent) in groups else 'not named'}")
+            print(f"{agent:30s} {says}")
         kept, reason = verdict(url, store, agents, missing, explicit=explicit)
         print(f"{'kept' if kept else 'drop'}:{reason}")
 

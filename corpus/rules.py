@@ -32,7 +32,6 @@ $ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb,fineweb
 
 import glob
 import math
-import os
 import re
 import runpy
 from array import array
@@ -44,6 +43,7 @@ import numpy as np
 import regex
 
 from engine.files import read_text
+from engine.readers import in_one_line
 
 # Set; rule; the sign and limit that an English page must meet; the limit of FineWeb-2, or its key in the file of a
 # language; the fault of pages that break the rule.
@@ -122,7 +122,7 @@ def broken(doc, licenses=None, languages=None, min_chars=0, max_chars=0, top=Non
         return "score"
     if below and fails(as_number(doc, below[0]), lt, below[1]):
         return "above"
-    if rate is not None and fails(uniform(doc.get("id") or doc["text"], seed), lt, rate):
+    if rate is not None and fails(uniform(doc["id"], seed), lt, rate):
         return "rate"
 
 
@@ -199,11 +199,8 @@ def score_function(path):
     """
     The function score(text) -> float of a user's file, for --score=FILE.py. This runs the file.
 
-    ValueError if the file or the function is missing; score(text) raises one if its result is not a number.
+    ValueError if the file is missing; score(text) raises one if there is no such function, or its result is no number.
     """
-    if not path.endswith(".py") or not os.path.isfile(path):
-        raise ValueError(f"--score={path}: no such file; want a .py file with a function score(text)")
-
     def run(work, *args):
         # Any error in the user's file becomes one line.
         try:
@@ -212,8 +209,6 @@ def score_function(path):
             raise ValueError(f"--score={path}: {type(e).__name__}: {e}") from None
 
     score = run(runpy.run_path, path).get("score")
-    if not callable(score):
-        raise ValueError(f"--score={path}: the file has no function score(text)")
     return lambda text: run(float, run(score, text))
 
 
@@ -294,16 +289,13 @@ def limit_files(spec):
 def fineweb2(path):
     """({rule: limit}, stop words) in a file of FineWeb-2's limits. ValueError if it has another form."""
     import yaml
-    try:
+    with in_one_line(path):
         said = dict(yaml.safe_load(read_text(path)))
         # As in datatrove, 0 means no limit.
         limits = {name: float(said.get(key, key)) for name, key in FINEWEB2.items() if said.get(key, key)}
         for n, share in said["top_n_grams"] + said["dup_n_grams"]:
             limits[f"top-{n}-gram" if n < 5 else f"same-{n}-grams"] = float(share)
-        stops = frozenset(map(str, said["stopwords"]))
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} is damaged, or no file of FineWeb-2's limits ({' '.join(str(e).split())})") from None
-    return limits, stops
+        return limits, frozenset(map(str, said["stopwords"]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

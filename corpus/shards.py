@@ -28,9 +28,10 @@ def write_tokens(tok, texts, path):
     return np.diff(ends)
 
 
-def write_shard(path, pieces, n, dtype):
-    """Write n tokens, an iterable of arrays, as a 1-D .npy. Returns its entry for meta.json: tokens and sha256."""
-    header = dict(descr=np.dtype(dtype).str, fortran_order=False, shape=(n,))
+def write_shard(path, pieces):
+    """Write a list of arrays of tokens as a 1-D .npy. Returns its entry for meta.json: tokens and sha256."""
+    n = sum(map(len, pieces))
+    header = dict(descr=pieces[0].dtype.str, fortran_order=False, shape=(n,))
     with open(path, "wb") as f:
         np.lib.format.write_array_header_1_0(f, header)
         for piece in pieces:

@@ -20,8 +20,6 @@ that are missing.
 
 import json
 import os
-import subprocess
-import time
 from collections import Counter
 from functools import cached_property, lru_cache, partial
 from itertools import cycle
@@ -33,7 +31,6 @@ import pyarrow.compute as pc
 from pyarrow.parquet import read_table, write_table
 
 import tokenizer as tokenizers
-from configurator import ROOT
 from corpus import dedup, ledger
 from corpus.audit import verify
 from corpus.folder import publish
@@ -113,9 +110,6 @@ class Work:
     @cached_property
     def rules(self):
         """The settings as functions and tables. ValueError for one that is not valid."""
-        for path in self.agents, self.probes:
-            if path and not os.path.isfile(path):
-                raise ValueError(f"{path}: no such file (--agents or --probes)")
         agents = [agent for agent, in rows_of(self.agents, ("agent",), comments=True)] if self.agents else AGENTS
         if not agents:
             raise ValueError(f"--agents={self.agents} names no agent: want one a line")
@@ -216,7 +210,7 @@ def documents_of(number, work):
         for doc in documents(file, part, work.text_field, wanted):
             if doc["text"] is not None:
                 if work.detect_language and not doc.get("language"):
-                    doc["language"] = detect(doc["text"], work.detect_language) or None
+                    doc["language"] = detect(doc["text"], work.detect_language)
                 if work.rules.score:
                     doc["score"] = work.rules.score(doc["text"])
             yield doc | {name: value for name, value in defaults.items() if value and not doc.get(name)}
@@ -503,15 +497,14 @@ def tokenize_bucket(number, work):
 
 def cut_shard(number, work):
     """Write a shard. Returns its entry for meta.json."""
-    shard, pieces, dtype = work.shards[number], [], dtype_of(work.tok)
+    shard, pieces = work.shards[number], []
     file, begin, end = shard["file"], shard["begin"], shard["end"]
-    n = end - begin
     for bucket in range(len(work.buckets)):
-        ids = np.memmap(work.folder / "tokens" / f"{bucket}.ids", dtype, "r")
+        ids = np.memmap(work.folder / "tokens" / f"{bucket}.ids", dtype_of(work.tok), "r")
         if begin < len(ids) and end > 0:
             pieces.append(ids[max(begin, 0):end])
         begin, end = begin - len(ids), end - len(ids)
-    return dict(file=file, **write_shard(work.data / file, pieces, n, dtype))
+    return dict(file=file, **write_shard(work.data / file, pieces))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -538,7 +531,6 @@ def account(number, work):
 
 def about(work, name):
     """The part of the report about the run, its files and its settings. Writes probes.json. name: of the vocabulary."""
-    commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
     read = {file["name"] for group in work.groups[:work.result("judge")["groups"]] for file, _ in group}
     inputs = [{key: file[key] for key in ("name", "path", "bytes", "sha256", "problem")} for file in work.checked]
     for file in inputs:
@@ -546,26 +538,19 @@ def about(work, name):
             file["problem"] = file["problem"] or "not read: --max_bytes was reached"
     robots = work.rules.robots
     if robots:
-        robots = dict(store=work.robots or work.blocked, agents=robots["agents"], missing=work.missing,
-                      only_explicit=work.agents_no_star, **ledger.opt_outs(work.data, robots["store"]))
+        robots = dict(agents=robots["agents"], missing=work.missing, only_explicit=work.agents_no_star,
+                      **ledger.opt_outs(work.data, robots["store"]))
     planted = None
     if work.passages:
         passages = [dict(passage, ids=work.tok.encode(passage["text"])) for passage in work.passages]
         # studies/memorize.py reads it.
-        write_json(work.data / "probes.json", dict(
-            tokenizer_hash=work.tok.hash, repetitions=work.repetitions, source="probes", probes=passages))
+        write_json(work.data / "probes.json", dict(tokenizer_hash=work.tok.hash, probes=passages))
         planted = dict(
-            file=work.probes, sha256=sha256(work.probes), passages=len(passages), repetitions=work.repetitions,
+            file=work.probes, passages=len(passages), repetitions=work.repetitions,
             documents=sum(passage["repetitions"] for passage in passages))
     of = "sha256 of its id" if work.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
     return dict(
-        run=dict(
-            out=work.out,
-            command=work.command,
-            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(work.began)),
-            seconds=round(time.time() - work.began),
-            code=commit if len(commit) == 40 else None,
-            tokenizer=name),
+        run=dict(out=work.out, command=work.command, tokenizer=name),
         inputs=inputs,
         ignored=work.ignored,
         rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {work.val_share}; if none "

@@ -25,7 +25,7 @@ from corpus.folder import clear, empty, publish
 from corpus.ledger import FILE, added, changed, counted, rows_of, write_account, write_ledger
 from corpus.robots import host_key, open_robots, refusal
 from corpus.shards import shards_of, write_shard
-from engine.readers import in_one_line, kind_of, open_bytes, records
+from engine import readers
 
 
 def withdraw(path, out, final, tmp):
@@ -70,20 +70,16 @@ def read_list(path, robots):
     store is read with; or None.
     """
     entries, store = set(), None
-    if not os.path.exists(path):
-        raise ValueError(f"--remove={path}: no such file")
     if os.path.isdir(path):
         store = open_robots(path)
-    elif kind_of(path) in (None, "text", "html"):
-        with in_one_line(path):
-            lines = open_bytes(dict(path=path)).read().decode("utf-8-sig", "replace").splitlines()
-        for line in {line.strip() for line in lines} - {""}:
+    elif readers.kind_of(path) in (None, "text", "html"):
+        for line, in readers.rows_of(path):
             entries |= {("id", line), ("url", line)}
             # A line that looks like a host may be one.
             if re.fullmatch(r"[^/: ]*\.[^/: ]*", line):
                 entries.add(("host", line))
     else:
-        for number, row in enumerate(records(path), 1):
+        for number, row in enumerate(readers.records(path), 1):
             if "domain" in row and {"content", "robots"} & row.keys():
                 store = open_robots(path)
                 break
@@ -92,8 +88,6 @@ def read_list(path, robots):
                 raise ValueError(f"{path} row {number}: want an id, url, host or text, or domain and content of a "
                                  "robots.txt")
             entries.add((key, fingerprint(row[key]) if key == "text" else row[key]))
-    if not store and not entries:
-        raise ValueError(f"{path} asks for nothing: want an id, a URL or a host in each line")
     how = blocking(entries)
     if store and robots:
         how |= dict(agents=robots["agents"], missing=robots["missing"], explicit=robots["only_explicit"])
@@ -173,11 +167,8 @@ def choose(final, out, asked):
         raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
                          "without these. Nothing was removed")
     names = {name for key, name in asked[0] if key == "id" and "://" not in name}
-    absent = sorted(name for name in names if not {name, bare(name)} & used)
-    if not absent:
-        return rows, ""
-    more = f" (and {len(absent) - 1:,} more)" if len(absent) > 1 else ""
-    return rows, f"{absent[0]!r}{more} is not among the kept documents of {out}"
+    absent = ", ".join(repr(name) for name in sorted(names) if not {name, bare(name)} & used)
+    return rows, absent and f"not among the kept documents of {out}: {absent}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -204,7 +195,7 @@ def cut(final, new, meta, rows):
             link(final / file, new / file)
             entries[file] = entry
         elif len(left):
-            entries[file] = dict(entry, **write_shard(new / file, [left], len(left), ids.dtype))
+            entries[file] = dict(entry, **write_shard(new / file, [left]))
 
     def mark(row):
         place = row["shard"], row["offset"]

@@ -9,7 +9,8 @@ Read files of documents: find them, check them, cut them into parts, and yield t
     .parquet                         one document a row
 
 All but parquet may be compressed, as .gz or .zst. A path is a file, a folder, a glob, or a URL that fsspec can open:
-hf://datasets/OWNER/NAME, s3://, https://.
+hf://datasets/OWNER/NAME, s3://, https://. Files of other kinds are not read: pdftotext makes text of .pdf, pandoc of
+.epub, .docx and .odt, datatrove of .warc.
 
     files, ignored = find(["notes/", "hf://datasets/OWNER/NAME"])
     file = check(files[0])                  # size, sha256, problem, and the parts into which the file can be cut
@@ -48,19 +49,6 @@ KINDS = dict(pair.split(":") for pair in """
 .parquet:parquet .jsonl:lines .ndjson:lines .csv:table .tsv:table .json:json
 .txt:text .md:text .markdown:text .rst:text .py:text .html:html .htm:html
 """.split())
-# Files that are not text, and the command that extracts their text.
-CONVERTERS = dict(line.split(": ") for line in """
-.pdf: pdftotext FILE.pdf
-.epub: pandoc FILE.epub -t plain -o FILE.txt
-.docx: pandoc FILE.docx -t plain -o FILE.txt
-.odt: pandoc FILE.odt -t plain -o FILE.txt
-.warc: datatrove's WarcReader and Trafilatura
-.zip: unzip
-.tar: tar -x
-.tgz: tar -xz
-.bz2: bunzip2
-.xz: unxz
-""".strip().splitlines())
 WHOLE = ("text", "html")    # kinds of one document a file
 PART = 4 << 20              # bytes of lines in a part
 
@@ -255,8 +243,7 @@ def check(file, text_field="text", encoding=""):
     path, kind = file["path"], kind_of(file["path"])
     file = dict(file, bytes=0, sha256=None, problem=None, encoding=encoding, parts=[[0, None, 0, 0]])
     if not kind:
-        how = CONVERTERS.get(ending(path))
-        return dict(file, problem="unknown kind of file" + (f"; {how} makes text of it" if how else ""))
+        return dict(file, problem="unknown kind of file")
     try:
         with in_one_line(path), open_raw(path) as f:
             if not path.startswith("hf://"):
@@ -386,12 +373,12 @@ def file_row(path, raw):
     return problem_of(text) or row
 
 
-def rows(file, part, columns=(), errors="surrogateescape"):
+def rows(file, part, columns=()):
     """
     Yield (number, row) of a part of a file. number: from 0 in the file; row: a dict, or its problem, a str.
 
-    columns: those of a parquet file to read; all, if it has none of these. errors: for bytes that are not UTF-8, as
-    in open(). ValueError, one line, if the file is damaged.
+    columns: those of a parquet file to read; all, if it has none of these. ValueError, one line, if the file is
+    damaged.
     """
     path, kind = file["path"], kind_of(file["path"])
     begin, lines, number, _ = part
@@ -414,37 +401,37 @@ def rows(file, part, columns=(), errors="surrogateescape"):
                 return
             if begin:
                 f.seek(begin)
-            text = io.TextIOWrapper(f, "utf-8-sig", errors, newline="\n" if kind == "lines" else "")
+            text = io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline="\n" if kind == "lines" else "")
             values = dict(lines=text, json=json_values(text), table=table_rows(text, ending(path) == ".tsv"))
             for number, value in enumerate(itertools.islice(values[kind], lines), number):
                 if value.strip():
                     yield number, parsed(value)
 
 
-def records(path, columns=(), **how):
+def records(path, columns=()):
     """Yield the rows of a .parquet, .jsonl, .json, .csv or .tsv as dicts. ValueError: damaged, or a row is no dict."""
     for part in parts_of(dict(path=path)):
-        for number, row in rows(dict(path=path), part, columns, **how):
+        for number, row in rows(dict(path=path), part, columns):
             if isinstance(row, str):
                 raise ValueError(f"{path}, line {number + 1}: not JSON, or no columns: {row}")
             yield row
 
 
-def rows_of(path, *columns, comments=False, **how):
+def rows_of(path, *columns, comments=False):
     """
     Yield a list for each row of a file: for each entry of columns, a tuple of names, the value of the first that the
     row has. In a file of text each line that is not empty is a row of one column.
 
-    comments: # begins a comment in a line of text. how: errors, as in rows().
+    comments: # begins a comment in a line of text.
     ValueError, one line: the file is damaged, or a row lacks a column.
     """
     if kind_of(path) in (None, *WHOLE):
-        for line in read_text(path).split("\n"):
+        for line in read_text(path).removeprefix("\ufeff").split("\n"):
             text = (line.split("#")[0] if comments else line).strip()
             if text:
                 yield [text]
         return
-    for row in records(path, set(itertools.chain(*columns)), **how):
+    for row in records(path, set(itertools.chain(*columns))):
         found = [[row[key] for key in keys if key in row] for keys in columns]
         if [] in found:
             missing = " or ".join(columns[found.index([])])

@@ -215,7 +215,7 @@ def make_data(folder, tok, ids, seed, T):
     splits = dict(train=train, val=passages[n_train:])
     for split, documents in splits.items():
         stream = np.insert(documents, [0, length], [tok.bos, tok.eos], axis=1).ravel()
-        shard = write_shard(f"{folder}/{split}_00000.npy", [stream], len(stream), stream.dtype)
+        shard = write_shard(f"{folder}/{split}_00000.npy", [stream])
         splits[split] = dict(
             documents=len(documents),
             tokens=len(stream),

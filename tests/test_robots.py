@@ -301,7 +301,7 @@ def test_the_command_prints_each_agent_and_the_rule(tmp_path):
     how = f"--robots={tmp_path}/robots.txt", "--explicit"
     out = script("corpus.robots", "https://example.com/a", "https://example.com/b", *how).stdout.splitlines()
     assert out[14::15] == ["drop:robots:GPTBot:/a", "kept:allowed"]
-    assert [line.split() for line in out if "refused by" in line] == ["GPTBot refused by Disallow: /a named".split()]
+    assert [line.split() for line in out if "refused by" in line] == ["GPTBot refused by Disallow: /a".split()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
