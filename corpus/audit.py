@@ -16,6 +16,7 @@ import os
 import numpy as np
 import pyarrow
 import pyarrow.compute as pc
+from tqdm import tqdm
 
 from corpus.dedup import LONG, fingerprint, signatures, words
 from corpus.ledger import counted, described, ledger, rows_of, sums, total
@@ -44,7 +45,7 @@ def verify(folder):
     tokens = pc.sum(rows["tokens"], min_count=0).as_py()
     by_shard = rows.group_by("shard").aggregate([("offset", "list")])
     listed = dict(zip(by_shard["shard"].to_pylist(), by_shard["offset_list"].to_pylist()))
-    for shard in shards_of(meta):
+    for shard in tqdm(shards_of(meta), "shards", unit="shard", disable=None, leave=False):
         path = os.path.join(folder, shard["file"])
         if sha256(path) != shard["sha256"]:
             raise ValueError(f"{path} has changed since prepare.py wrote it: another sha256")
@@ -73,13 +74,15 @@ def find_rows(folder, meta):
     """
     is_file = os.path.isfile(find)
     text = read_text(find).removeprefix("\ufeff") if is_file else find
+    if not text.strip():
+        raise ValueError(f"find={find!r} is empty: want an id, a URL, a text, or a text file")
     # A file is found by its text alone: no id and no URL is "\0".
     name = "\0" if is_file else find
     wanted, found = dict(id=name, url=name, text=fingerprint(text)), []
     for row in rows_of(folder):
         same = [key for key in wanted if row[key] == wanted[key]]
         if same:
-            found.append((f"this {same[0]}", row))
+            found.append((f"this {same[0].replace('url', 'URL')}", row))
     ids, ends = words([text[:LONG]])
     if "://" in text[:10] or len(ids) < 5 or any(how != "this text" for how, _ in found):
         return found
@@ -95,14 +98,17 @@ def nearly(folder, meta, signature):
     tok, shards = tokenizer.load_for(folder), shards_of(meta)
     stream = Stream(folder, shards, 1)
     begins = {shard["file"]: begin for shard, begin in zip(shards, stream.begins)}
-    for row in rows_of(folder):
-        if row["reason"]:
-            continue
-        ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
-        text = tok.decode(ids[1:-1].tolist())
-        like = (signatures(*words([text[:LONG]])) == signature).mean()
-        if like >= similarity:
-            yield f"nearly this text, similarity {like:.2f}", row
+    with tqdm(desc="near-duplicates", total=stream.n_tokens, unit="tok", unit_scale=True, disable=None,
+              leave=False) as progress:
+        for row in rows_of(folder):
+            if row["reason"]:
+                continue
+            ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
+            text = tok.decode(ids[1:-1].tolist())
+            like = (signatures(*words([text[:LONG]])) == signature).mean()
+            progress.update(row["tokens"])
+            if like >= similarity:
+                yield f"nearly this text, similarity {like:.2f}", row
 
 
 def ask(folder):
@@ -131,14 +137,15 @@ def steps_of(rows, folder):
     from corpus.when import data_of_run, samples_of
     from schedule import samples_at, steps_in
 
-    config = settings_of(when)
-    if not {"data_hash", "block_size", "batch_size"} <= config.keys():
+    config = settings_of(when) if os.path.isfile(f"{when}/log.jsonl") else {}
+    if not {"data_hash", "block_size", "batch_ramp_at"} <= config.keys():
         raise ValueError(f"{when} is not a run of train.py: name its folder, with config.json and log.jsonl")
-    batch = config["batch_size"], config["batch_ramp_at"]
+    T, batch = config["block_size"], (config["batch_size"], config["batch_ramp_at"])
     done = 1 + max((entry["step"] for entry in entries(when) if "lr" in entry), default=-1)
     until = samples_at(done, *batch)
     data = data_of_run(config, until)
     theirs = {os.path.realpath(f"{config['data']}/{shard['file']}") for shard in shards_of(data.meta)}
+    begins = f"; it started from {config['init_from']}, which is another run" if config.get("init_from") else ""
     for row in rows:
         path = os.path.realpath(f"{folder}/{row['shard']}")
         if row["split"] != "train":
@@ -148,7 +155,10 @@ def steps_of(rows, folder):
             raise ValueError(f"{when} has read {config['data']}, not {folder}: ask that folder")
         samples = samples_of(data, path, row["offset"], row["tokens"], until)
         steps = sorted({steps_in(sample, *batch) for sample in samples.tolist()})
-        yield (f"read at {len(steps):,} of the {done:,} steps of {when}: {', '.join(map(str, steps))}" if steps else
+        said = ", ".join(f"{step} (tokens {samples_at(step, *batch) * T:,} to {samples_at(step + 1, *batch) * T:,})"
+                         for step in steps[:10])
+        more = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
+        yield (f"read at {len(steps):,} of the {done:,} steps of {when}: {said}{more}{begins}" if steps else
                f"none of the {done:,} steps of {when} has read it")
 
 

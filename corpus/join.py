@@ -17,6 +17,7 @@ import tokenizer
 from configurator import run
 from corpus.folder import building, clear, empty, publish
 from corpus.ledger import FILE, changed, rows_of, write_account, write_ledger
+from corpus.shards import shards_of
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json
 
@@ -30,12 +31,14 @@ def join_folders(folders, out):
     """
     Write a data folder with one ledger and the sources of all folders; their shards stay where they are.
 
-    ValueError: a folder is named twice, the vocabularies differ, two sources have one name even as FOLDER/SOURCE, a
-    document was withdrawn from another of the folders, or `out` holds anything but the result of an earlier --join.
+    ValueError: two folders have the same shards, the vocabularies differ, two sources have one name even as
+    FOLDER/SOURCE, a document was withdrawn from another of the folders, or `out` holds anything but the result of an
+    earlier --join.
     """
-    if len(set(map(os.path.realpath, folders))) < len(folders):
-        raise ValueError(f"{', '.join(folders)}: a folder is named twice")
     metas = {folder: data.read_meta(folder) for folder in folders}
+    files = [os.path.realpath(f"{folder}/{shard['file']}") for folder in folders for shard in shards_of(metas[folder])]
+    if len(set(files)) < len(files):
+        raise ValueError(f"{', '.join(folders)}: a folder is named twice, or is a part of another already")
     names = new_names(metas)
     for folder, other in permutations(folders, 2):
         withdrawn = withdrawn_entries(folder)
@@ -105,18 +108,23 @@ def joined_report(parts, out):
         rule=" ".join(sorted({part["rule"] for part in parts})),
         pii={name: all(part["pii"][name] for part in parts) for name in ("scrubbed", "in_code")},
         probes=None,
-        robots=joined_robots(asked) if asked else None,
+        robots=joined_robots(asked, len(parts)) if asked else None,
     )
 
 
-def joined_robots(asked):
-    """The opt-outs of several folders that consulted a store, added up."""
+def joined_robots(asked, n):
+    """
+    The opt-outs of several folders, added up.
+
+    asked: the opt-outs of each folder that consulted a store. n: the number of all folders.
+    """
     hosts, lost = Counter(), {}
     for robots in asked:
         hosts.update(robots["hosts"])
         for host, sizes in robots["top_blocked_hosts"].items():
             lost[host] = np.add(sizes, lost.get(host, 0)).tolist()
-    return dict(asked[0], hosts=hosts, top_blocked_hosts=lost)
+    stores = [robots["store"] for robots in asked] + ["none"] * (n - len(asked))
+    return dict(asked[0], store=" ".join(stores), hosts=hosts, top_blocked_hosts=lost)
 
 
 def main():

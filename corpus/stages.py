@@ -20,6 +20,8 @@ that are missing.
 
 import json
 import os
+import subprocess
+import time
 from collections import Counter
 from functools import cached_property, lru_cache, partial
 from itertools import cycle
@@ -31,6 +33,7 @@ import pyarrow.compute as pc
 from pyarrow.parquet import read_table, write_table
 
 import tokenizer as tokenizers
+from configurator import ROOT
 from corpus import dedup, ledger
 from corpus.audit import verify
 from corpus.folder import publish
@@ -531,6 +534,7 @@ def account(number, work):
 
 def about(work, name):
     """The part of the report about the run, its files and its settings. Writes probes.json. name: of the vocabulary."""
+    commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
     read = {file["name"] for group in work.groups[:work.result("judge")["groups"]] for file, _ in group}
     inputs = [{key: file[key] for key in ("name", "path", "bytes", "sha256", "problem")} for file in work.checked]
     for file in inputs:
@@ -538,8 +542,8 @@ def about(work, name):
             file["problem"] = file["problem"] or "not read: --max_bytes was reached"
     robots = work.rules.robots
     if robots:
-        robots = dict(agents=robots["agents"], missing=work.missing, only_explicit=work.agents_no_star,
-                      **ledger.opt_outs(work.data, robots["store"]))
+        robots = dict(store=work.robots or work.blocked, agents=robots["agents"], missing=work.missing,
+                      only_explicit=work.agents_no_star, **ledger.opt_outs(work.data, robots["store"]))
     planted = None
     if work.passages:
         passages = [dict(passage, ids=work.tok.encode(passage["text"])) for passage in work.passages]
@@ -550,7 +554,12 @@ def about(work, name):
             documents=sum(passage["repetitions"] for passage in passages))
     of = "sha256 of its id" if work.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
     return dict(
-        run=dict(out=work.out, command=work.command, tokenizer=name),
+        run=dict(
+            out=work.out,
+            command=work.command,
+            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(work.began)),
+            code=commit if len(commit) == 40 else None,
+            tokenizer=name),
         inputs=inputs,
         ignored=work.ignored,
         rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {work.val_share}; if none "

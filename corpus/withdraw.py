@@ -167,8 +167,11 @@ def choose(final, out, asked):
         raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
                          "without these. Nothing was removed")
     names = {name for key, name in asked[0] if key == "id" and "://" not in name}
-    absent = ", ".join(repr(name) for name in sorted(names) if not {name, bare(name)} & used)
-    return rows, absent and f"not among the kept documents of {out}: {absent}"
+    absent = sorted(name for name in names if not {name, bare(name)} & used)
+    if not absent:
+        return rows, ""
+    more = f" (and {len(absent) - 1:,} more)" if len(absent) > 1 else ""
+    return rows, f"{absent[0]!r}{more} is not among the kept documents of {out}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
     letter.write_text(text(7).replace(" ", "\n"))
     for how, name in (
         ("id", row["id"]),
-        ("url", row["url"]),
+        ("URL", row["url"]),
         ("text", text(7)),
         ("text", letter)
     ):
@@ -160,7 +160,7 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path)
         said = ask(lab / "data", f"--find={row['id']}", f"--when={killed}")
         near = (row["offset"] - 257 < places) & (places < row["offset"] + row["tokens"])
         steps = sorted(set(np.flatnonzero(near) // 8))
-        listed = ", ".join(map(str, steps))
+        listed = ", ".join(f"{step} (tokens {2048 * step:,} to {2048 * step + 2048:,})" for step in steps)
         said_of = f"read at {len(steps)} of the 10 steps of {killed}: {listed}\n"
         want = said_of if steps else "none of the 10 steps"
         assert ("for validation" if row["split"] == "val" else want) in said
@@ -251,7 +251,7 @@ def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(dat
     (tmp_path / "list").write_text(LIST)
     for after in ("The documents of all other entries were removed", "Nothing was removed"):
         refuse(
-            f"list: not among the kept documents of {data}: 'in.jsonl:d99', 'probe/1'. {after}",
+            f"list: 'in.jsonl:d99' (and 1 more) is not among the kept documents of {data}. {after}",
             f"--remove={tmp_path}/list",
             f"--out={data}"
         )
@@ -290,6 +290,8 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
     assert "of source b/" in ask(both, "--find=b.jsonl:d77")
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
     # A join may replace a joined folder, but no other folder.
+    assert report(both)["robots"]["store"] == f"{ROOT}/tests/golden/reports/b.robots.jsonl none"
     run("data.py", a, b, c, f"--join={both}/")
     assert "94 documents in = 94 kept" in ask(both)
     refuse("which prepare.py did not write", a, c, f"--join={b}", name="data.py")
+    refuse("is a part of another already", both, c, f"--join={b}2", name="data.py")
