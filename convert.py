@@ -33,6 +33,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 
 # Before torch: it sets an environment variable that torch reads when it loads.
@@ -491,7 +492,8 @@ def describe(folder, settings, shape, tok):
     hf = config_to_hf(shape) if plain else dict(model_type=OWN)
     # Remove the exported weights of an earlier, shorter run: they are not those of the newest checkpoint.
     for stale in glob.glob("model*.safetensors*", root_dir=folder):
-        os.remove(f"{folder}/{stale}")
+        if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", stale):
+            os.remove(f"{folder}/{stale}")
     write_json(f"{folder}/config.json", hf | write_texts(folder, tok) | {OWN: settings})
 
 

@@ -37,7 +37,7 @@ from chat import stop_ids
 from configurator import attached
 from data import TokenDataset
 from engine import readers
-from engine.files import write_json
+from engine.files import read_json, write_json
 from engine.intervals import student, t_quantile, wilson
 from engine.runs import settings_of
 from generate import generate
@@ -406,9 +406,14 @@ def contents(path):
 
 
 def main():
+    if min(shots, limit, window, by_position, lookup) < 0:
+        raise ValueError("--shots, --limit, --window, --by_position and --lookup are 0 or more")
+    is_run = os.path.isdir(f"{init_from}/ckpt")
+    folder = out or (init_from if is_run else "results/evaluate")
+    if os.path.exists(f"{folder}/evaluation.json") and "rows" not in read_json(f"{folder}/evaluation.json"):
+        raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
     model, tok = convert.load_ready(init_from, device, dtype, base)
     T = window or model.config.block_size
-    is_run = os.path.isdir(f"{init_from}/ckpt")
     sources = paths
     if is_run and not paths and not harness:
         sources = [settings_of(init_from)["data"]]
@@ -437,7 +442,6 @@ def main():
     # JSON has no NaN: the interval of a single document is null.
     text = json.dumps(dict(model=init_from, base=base, against=against, rows=rows), default=np.generic.item)
     results = json.loads(text, parse_constant=lambda name: None)
-    folder = out or (init_from if is_run else "results/evaluate")
     os.makedirs(folder, exist_ok=True)
     write_json(f"{folder}/evaluation.json", results)
     print(table_md(results["rows"]))

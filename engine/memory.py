@@ -2,7 +2,7 @@
 The memory that a training step takes on a device, added up before anything is allocated there.
 
     weights       4 bytes per parameter; a frozen parameter in its own dtype
-    gradients     4 bytes per trained parameter
+    gradients     4 bytes per trained parameter; in shards with --exact 8 bytes more, which are not divided
     states        12 with AdEMAMix, 8 with --state_dtype=bfloat16, 8 with AdamW
                   fsdp and hsdp divide these three by the ranks that share one copy
     activations   numbers that backward needs of each block and position, 2 bytes each in bf16:
@@ -18,8 +18,7 @@ The memory that a training step takes on a device, added up before anything is a
 A step fits if the sum is at most the device's memory; tools/plan.py uses the same sum. Without `beyond` it is between
 3 % more and 6 % less than the peaks of whole compiled 8B steps in torch's allocator on a stand-in for an H200. Eager
 torch takes more: xIELU's fp32 tensors are not fused, 0.5 MB for each position of the 8B in memory, and, where all
-weights are trained, the blocks' weights in bf16 are kept for backward, 14 GB. The whole gradients in fp64 that --exact
-keeps on each rank between micro-batches are not counted either: 64 GB at the 8B.
+weights are trained, the blocks' weights in bf16 are kept for backward, 14 GB.
 """
 
 import os
@@ -41,7 +40,7 @@ def of_step(model, settings, tokens, size=2, shards=1):
     """
     {kind: bytes} on each device at the peak of a step, and their total.
 
-    model: on the meta device; settings: a dict with optimizer, state_dtype, recompute and micro_batch;
+    model: on the meta device; settings: a dict with optimizer, state_dtype, recompute, exact and micro_batch;
     tokens: of a window on this rank; size: bytes of an activation; shards: ranks that share one copy of the weights.
     """
     c = model.config
@@ -55,7 +54,8 @@ def of_step(model, settings, tokens, size=2, shards=1):
     own = trained(model) / shards
     takes = dict(
         weights=sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) / shards,
-        gradients=4 * own,
+        # FSDP keeps those of --exact whole, in fp64, until the last micro-batch.
+        gradients=4 * own + 8 * trained(model) * (settings.get("exact", False) and shards > 1),
         states=own * (8 if settings["optimizer"] == "adamw" or settings["state_dtype"] == "bfloat16" else 12))
     # 3 C: embedding, last norm, and gradient of the hidden states.
     takes["activations"] = (c.n_layer * kept[settings["recompute"]] + 3 * C) * positions * size

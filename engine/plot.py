@@ -125,6 +125,8 @@ def comparable(folders):
 def main():
     if not paths:
         raise ValueError("name one or more run folders: python -m engine.plot out/laptop")
+    if not out.endswith((".png", ".pdf", ".svg")):
+        raise ValueError(f"--out={out}: want a .png, .pdf or .svg")
     curves(paths, out, comparable(paths))
     print(f"wrote {out}")
 

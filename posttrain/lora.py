@@ -115,8 +115,10 @@ def draw(model, seed):
 def off():
     """A context in which all adapters are off: a model computes what its base does, for the reference of QRPO."""
     Adapted.on = False
-    yield
-    Adapted.on = True
+    try:
+        yield
+    finally:
+        Adapted.on = True
 
 
 @torch.no_grad()

@@ -359,6 +359,9 @@ def main():
     for name, choices in dict(loss=LOSSES, ties=("le", "discrete"), pairs=("random", "best"), transform=LOG_Z).items():
         if globals()[name] not in choices:
             raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
+    for name, least in dict(sample_batch=1, max_new_tokens=1, pairs_per_prompt=0, beta=0).items():
+        if globals()[name] < least:
+            raise ValueError(f"{name}={globals()[name]}: want {least} or more")
     if ties == "discrete" and transform != "identity":
         raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
     # With fewer references, log and normal would clamp all quantiles to one value.

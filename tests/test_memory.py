@@ -90,6 +90,7 @@ def test_activations_and_the_larger_of_head_and_block(eight):
     assert frozen["temporary"] == 8 * 2**26
     assert frozen["weights"] == 4 * N
     assert frozen["states"] == 0
+    assert takes(eight, shards=8, exact=True)["gradients"] == 8.5 * N
 
 
 @pytest.mark.parametrize("rows, allocated, device, shards, how", [
