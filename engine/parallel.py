@@ -23,6 +23,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from datetime import timedelta
 
@@ -268,8 +269,9 @@ def stop_signals(names=("SIGTERM", "SIGUSR2")):
     passes SIGUSR2 on only with --signals-to-handle; without that, it dies and the ranks continue.
     """
     caught = []
+    # Windows has no SIGUSR1 and SIGUSR2. Only the main thread may set handlers, not a notebook's worker.
     for name in names:
-        if hasattr(signal, name):                          # Windows has no SIGUSR1 and SIGUSR2
+        if hasattr(signal, name) and threading.current_thread() is threading.main_thread():
             signal.signal(getattr(signal, name), lambda received, frame: caught.append(received))
     return caught
 
