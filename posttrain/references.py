@@ -95,8 +95,10 @@ def in_one_line(error):
 
 
 def numbers(row, name, n, where):
-    """The numbers row[name] as floats. ValueError if they are not n finite numbers."""
+    """The numbers row[name] as floats, of ref_rewards the first n. ValueError if they are not n finite numbers."""
     values = row.get(name, [])
+    if isinstance(values, list) and name == "ref_rewards":
+        values = values[:n]
     fits = isinstance(values, list) and len(values) == n
     if not fits or not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
         raise ValueError(f"{where} {name}={str(values)[:60]}: want {n} finite numbers")
@@ -107,9 +109,9 @@ def load_reward(spec, device):
     """
     --rewards -> a function (row, completions) -> a number for each of the completions of one prompt.
 
-    FILE.py[:name]: its function reward(prompt, completion), where prompt is the text of the last user message. Or its
-    function rewards(row, completions), recognised by its argument `completions`: the row of the data may hold a gold
-    answer. charter:MODEL[,FILE]: posttrain/judge.py. ValueError: no such function.
+    FILE.py[:name]: its function reward(prompt, completion), where prompt is the text of the last user message; a third
+    argument gets the whole row of the data, which may hold a gold answer. Or its function rewards(row, completions),
+    recognised by its argument `completions`. charter:MODEL[,FILE]: posttrain/judge.py. ValueError: no such function.
     """
     path, _, name = spec.partition(":")
     if path == "charter":
@@ -125,10 +127,16 @@ def load_reward(spec, device):
         raise ValueError(f"--rewards={spec}: {path} has {len(functions)} functions named {' or '.join(wanted)}: want "
                          "one, reward(prompt, completion) or rewards(row, completions); FILE.py:NAME picks it")
     [function] = functions
-    if "completions" in inspect.signature(function).parameters:
+    signature = inspect.signature(function)
+    if "completions" in signature.parameters:
         return function
+    try:
+        signature.bind("prompt", "completion", "row")
+        most = 3
+    except TypeError:
+        most = 2
 
     def one_by_one(row, completions):
         question = content_of(row["messages"][-1])
-        return [function(question, completion) for completion in completions]
+        return [function(*(question, completion, row)[:most]) for completion in completions]
     return one_by_one

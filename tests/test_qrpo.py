@@ -334,6 +334,7 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
     "signature, body, want",
     [
         ("reward(prompt, completion)", "f'{prompt}|{completion}'", ["second|yes", "second|a"]),
+        ("reward(prompt, completion, row=None)", "row['gold']", [7, 7]),
         ("rewards(row, completions)", "[row['gold'], *completions]", [7, "yes", "a"])
     ]
 )
