@@ -13,7 +13,6 @@ must scale the warm-ups to its own length: at step 3,000 of 100,000 alpha is 0.2
 steps would be little more than AdamW.
 
 Sources: arXiv 2409.03137; Apertus, arXiv 2509.14233 sec. 2.3, app. B.
-
 """
 
 import math

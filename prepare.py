@@ -11,7 +11,7 @@ Files -> token shards for train.py, and a report of all kept and removed documen
 
 $ python prepare.py                       # the source of this Python's standard library -> data/stdlib, in seconds
 $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
-$ python prepare.py new/ --known=data/mine --tokenizer=data/mine/tokenizer.json --out=data/more    # data.py --join
+$ python prepare.py new/ --known=data/mine --tokenizer=data/mine/tokenizer.json --out=data/more    # to --join
 $ python prepare.py --out=data/mine --remove=opted_out.txt     # delete documents; all other bytes stay the same
 $ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --tokenizer=apertus
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=4e9 --out=data/edu

@@ -31,7 +31,7 @@ compile = False              # compile the decoding step: half a minute, then ab
 chat = False                 # a conversation in Apertus' chat format (posttrain/talk.py)
 system = ""                  # system message of the chat; "" = the published one
 thinking = False             # "Deliberation: enabled": the model may think before it answers
-tools = ""                   # a JSON list of tools the model may call: [{"name", "description", "parameters"}]
+tools = ""                   # JSON file, a list of tools the model may call: [{"name", "description", "parameters"}]
 
 
 def main():

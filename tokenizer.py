@@ -22,7 +22,7 @@ Source: Apertus report (arXiv 2509.14233) sec. 2.2; ids as in swiss-ai/Apertus-8
 
 $ python tokenizer.py --name=apertus "Grüezi mitenand </s>"                    # the pieces and their ids
 $ python prepare.py my_texts/ --train_bpe=4096 --out=data/mine                 # a vocabulary of your own
-$ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768    # cost per language: table and plot
+$ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768    # tokens per language and vocabulary
 """
 
 import base64

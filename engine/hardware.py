@@ -2,7 +2,7 @@
 The meaning of "auto" on this machine, and settings that make a CPU faster without changing results.
 
     pick_device, pick_dtype, can_compile    the meaning of "auto" here, and whether torch.compile can work
-    keep_freed_memory                       a setting for a CPU
+    keep_freed_memory                       spares a CPU the zeroing of new memory in every step
 
 Import this file before torch: libgomp reads GOMP_SPINCOUNT, which this file sets, when torch loads it.
 """

@@ -110,7 +110,8 @@ class StructuredLinear(nn.Module):
             return multiply(x, v, u)
         guide = self.guide.to(x.dtype)
         if not self.use_guide:
-            # DDP waits for the gradient of every parameter, so the guide's must be zero and not absent.
+            # With ddp all ranks must add up the same gradients, and another rank may use this guide. So its gradient
+            # here is zero and not absent.
             return multiply(x, v + 0 * guide[0, 0], u)
         # In fp32: 1 - alpha is the factors' share of the gradient, and bf16 would round it to nothing at first.
         return self.alpha * F.linear(x, guide) + (1 - self.alpha) * multiply(x, v, u)
@@ -221,7 +222,7 @@ def guided_steps(config):
 
 
 def drop_guides(model, optimizer=None):
-    """Remove the guides, their optimizer states and FSDP2's shards. DDP cannot remove them: wrap the model again."""
+    """Remove the guides, their optimizer states and FSDP2's shards."""
     for layer in structured_layers(model).values():
         if optimizer:
             optimizer.state.pop(layer.guide, None)
@@ -254,7 +255,7 @@ class Guides:
         Give each structured layer a dense guide that starts as its product, so that the first loss stays the same.
 
         (The released BlockShuffle guide is not the product: it omits the shuffles, and is as far from it as an
-        unrelated matrix.) Call this before the optimizer is built and the model is wrapped or sharded.
+        unrelated matrix.) Call this before the model is sharded and the optimizer is built.
         """
         self.model = model
         if self.last:
@@ -288,7 +289,7 @@ class Guides:
         Remove the guides after the last guided step; done: steps so far. Returns whether this call removed them.
 
         Called after each update, and before a checkpoint is loaded, then with the checkpoint's config: its run may have
-        been planned shorter. With DDP, wrap the model again if this returns True.
+        been planned shorter.
         """
         if not self.last or done < guided_steps(config or self.config):
             return False

@@ -22,8 +22,6 @@ $ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --out=out/s
 import functools
 import os
 
-import torch
-
 import convert
 import tokenizer
 import train

@@ -22,7 +22,7 @@ Control tokens in a question or an answer stay text for both. A server's vocabul
 space breaks everything that looks like a control token.
 
 The charter of Apertus is Appendix O of arXiv 2509.14233. It has no licence that allows a copy here, so
-posttrain/charter.md is a short one of our own.
+posttrain/charter.md is a short one of our own. Without FILE the charter is ./charter.md.
 
 $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:MODEL,my.md
 $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:http://localhost:8000/v1#NAME,my.md

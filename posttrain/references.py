@@ -13,7 +13,6 @@ killed anywhere, and runs with the same start model share the folder.
 import inspect
 import itertools
 import math
-import os
 import runpy
 
 import torch

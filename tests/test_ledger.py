@@ -1,7 +1,7 @@
 """
 The ledger of a data folder: corpus.audit checks and searches it, data.py joins it, prepare.py --remove changes it.
 
-golden/reports: small corpora, and their reports as written by commit 58a600a.
+golden/reports: small corpora, and their reports, which commit 58a600a wrote first.
 """
 import json
 import os

@@ -19,7 +19,6 @@ from model import Apertus, ApertusConfig
 from posttrain import lora
 from trained import corpus, log
 
-FLAT = "--warmup_samples=0 --decay_samples=0 --checkpoint_every=5 --keep_checkpoints=0 --eval_every=5".split()
 # The learning rate is chaotic on purpose: small differences grow. Goldfish with k = 2 drops half of the tokens, a
 # different share on each rank. Clipping is off, as it would hide a wrong factor. SwiGLU: xIELU's slope jumps left of 0.
 CHAOTIC = "--activation=swiglu --lr=1e-2 --goldfish_k=2 --total_samples=80 --n_kv_head=4"

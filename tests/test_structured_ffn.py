@@ -93,7 +93,7 @@ def test_block_forms_start_with_all_singular_values_one(form):
 
 @form
 def test_training_mixes_as_published_and_evaluation_takes_the_factors(form):
-    """A step whose coin skips the guide takes the factors too. The guide's gradient is then 0: DDP waits for it."""
+    """A step whose coin skips the guide takes the factors too. The guide's gradient is then 0: ranks of ddp add it."""
     for m in layers(build(form)[0].double()):
         W = explicit(m)
         assert_close(

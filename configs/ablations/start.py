@@ -1,5 +1,5 @@
-# The start model of the committed studies of fine-tuning (distill, forget, extend): configs/laptop.py as it was when
-# they ran, with four layers, and 1.5M tokens.
+# The teacher of the committed study `distill`, and the model that posttrain/quantised.py measures: configs/laptop.py as
+# it was when they ran, with four layers, and 1.5M tokens.
 out = "out/start"
 data = "data/stdlib"
 
