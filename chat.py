@@ -165,6 +165,8 @@ def question_and_answer(prompt, answer):
 
 def of_sharegpt(turn):
     """{"from", "value"} as a message. The value of a function_call is {"name", "arguments"} as JSON."""
+    if "from" not in turn:
+        return turn
     if turn["from"] == "function_call":
         return dict(role="assistant", content="", tool_calls=[dict(function=json.loads(turn["value"]))])
     return dict(role=SPEAKERS[turn["from"]], content=turn["value"])

@@ -219,8 +219,8 @@ def check_settings():
     if not repetitions or not all(type(n) is int and n >= 0 for n in repetitions):
         raise ValueError(f"repetitions={repetitions}: want whole numbers, such as (0,1,8)")
     if missing != "allow" and not robots:
-        raise ValueError(f"missing={missing!r}: want allow; or deny, which drops hosts without a robots.txt: name a store "
-                         "of them with --robots")
+        raise ValueError(f"missing={missing!r}: want allow; or deny, which drops hosts without a robots.txt: "
+                         "name a store of them with --robots")
     if not 0 <= val_share < 1:
         raise ValueError(f"val_share={val_share}: want a share from 0 to below 1, like 0.04")
     if split_by not in ("", "text", "id"):

@@ -98,7 +98,12 @@ def publish(final, tmp):
     (tmp / "work" / "plan.json").unlink(missing_ok=True)
     if final.is_dir():
         os.rename(final, old)
-    os.rename(data, final)
+    try:
+        os.rename(data, final)
+    except BaseException:
+        if old.is_dir():
+            os.rename(old, final)
+        raise
     flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -489,7 +489,7 @@ def hosts_files(path, patterns, *columns):
     files = [path] if path.is_file() else sorted(file for name in [*patterns, *STORES] for file in path.glob(name))
     for file in files:
         if any(map(file.match, STORES)):
-            yield from rows_of(str(file), ("domain", "host"), *columns)
+            yield from rows_of(str(file), ("domain", "host"), *columns, errors="replace")
         elif file != path:
             yield file.relative_to(path).parts[0].removesuffix(".txt"), file.read_bytes(), file.name
 

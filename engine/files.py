@@ -25,8 +25,8 @@ def sha256(path):
 
 
 def sha256_of(content):
-    """The sha256 of a JSON value; the order of keys does not change it."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    """The sha256 of a JSON value, or of one with dates; the order of keys does not change it."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read_json(path):

@@ -373,12 +373,12 @@ def file_row(path, raw):
     return problem_of(text) or row
 
 
-def rows(file, part, columns=()):
+def rows(file, part, columns=(), errors="surrogateescape"):
     """
     Yield (number, row) of a part of a file. number: from 0 in the file; row: a dict, or its problem, a str.
 
-    columns: those of a parquet file to read; all, if it has none of these. ValueError, one line, if the file is
-    damaged.
+    columns: those of a parquet file to read; all, if it has none of these. errors: for bytes that are not UTF-8, as
+    in open(). ValueError, one line, if the file is damaged.
     """
     path, kind = file["path"], kind_of(file["path"])
     begin, lines, number, _ = part
@@ -401,28 +401,28 @@ def rows(file, part, columns=()):
                 return
             if begin:
                 f.seek(begin)
-            text = io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline="\n" if kind == "lines" else "")
+            text = io.TextIOWrapper(f, "utf-8-sig", errors, newline="\n" if kind == "lines" else "")
             values = dict(lines=text, json=json_values(text), table=table_rows(text, ending(path) == ".tsv"))
             for number, value in enumerate(itertools.islice(values[kind], lines), number):
                 if value.strip():
                     yield number, parsed(value)
 
 
-def records(path, columns=()):
+def records(path, columns=(), **how):
     """Yield the rows of a .parquet, .jsonl, .json, .csv or .tsv as dicts. ValueError: damaged, or a row is no dict."""
     for part in parts_of(dict(path=path)):
-        for number, row in rows(dict(path=path), part, columns):
+        for number, row in rows(dict(path=path), part, columns, **how):
             if isinstance(row, str):
                 raise ValueError(f"{path}, line {number + 1}: not JSON, or no columns: {row}")
             yield row
 
 
-def rows_of(path, *columns, comments=False):
+def rows_of(path, *columns, comments=False, **how):
     """
     Yield a list for each row of a file: for each entry of columns, a tuple of names, the value of the first that the
     row has. In a file of text each line that is not empty is a row of one column.
 
-    comments: # begins a comment in a line of text.
+    comments: # begins a comment in a line of text. how: errors, as in rows().
     ValueError, one line: the file is damaged, or a row lacks a column.
     """
     if kind_of(path) in (None, *WHOLE):
@@ -431,7 +431,7 @@ def rows_of(path, *columns, comments=False):
             if text:
                 yield [text]
         return
-    for row in records(path, set(itertools.chain(*columns))):
+    for row in records(path, set(itertools.chain(*columns)), **how):
         found = [[row[key] for key in keys if key in row] for keys in columns]
         if [] in found:
             missing = " or ".join(columns[found.index([])])

@@ -38,7 +38,10 @@ def claim(out, resume, ranks):
     found = set(os.listdir(out)) if os.path.isdir(out) else set()
     if "meta.json" in found or found - {"stop", "cooldown", "profile"} and ".lock" not in found:
         raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
-    if found & {"log.jsonl", "ckpt"} and not resume:
+    if not found & {"log.jsonl", "ckpt"}:
+        # The file `cooldown` was meant for an earlier run.
+        forget(out, "cooldown")
+    elif not resume:
         raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
     return lock(out)
 
@@ -60,8 +63,8 @@ def entry_of(line):
     """The entry of a line of log.jsonl; None if a kill or a full disk has torn it."""
     try:
         entry = json.loads(line)
-        return entry if line.endswith("\n") and "step" in entry else None
-    except (ValueError, TypeError):
+        return entry if line.endswith("\n") and type(entry["step"]) is int else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -20,7 +20,7 @@ import os
 
 import numpy as np
 
-from chat import describe_dropped, learnable
+from chat import FORMS, describe_dropped, learnable
 from configurator import attached, literal
 from data import Stream
 from engine import checkpoint, readers
@@ -30,6 +30,7 @@ from posttrain import common
 
 dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 
+COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*FORMS)
 SAID = np.uint32(1 << 31)       # the top bit of an id: set if the assistant produces the token, so that it is learnt
 
 
@@ -57,14 +58,14 @@ def files_of(source):
     return files
 
 
-def numbered(file, part):
+def numbered(file, part, columns=COLUMNS):
     """
-    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3".
+    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3". columns: of parquet; () = all.
 
     ValueError: a line is not a JSON object, or the file is damaged. A null in parquet is a missing key.
     """
     parquet = readers.kind_of(file["path"]) == "parquet"
-    for n, row in readers.rows(file, part):
+    for n, row in readers.rows(file, part, columns):
         place = f"{'row' if parquet else 'line'} {n + 1}"
         if isinstance(row, str):
             raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is incomplete "
@@ -85,9 +86,9 @@ def without_nulls(value):
     return value
 
 
-def first_rows(source, n):
-    """(place, row) of the first n rows of a source, or of all if n is None."""
-    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part))
+def first_rows(source, n, *how):
+    """(place, row) of the first n rows of a source, or of all if n is None; how: as in numbered()."""
+    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part, *how))
     return itertools.islice(rows, n)
 
 

@@ -142,7 +142,7 @@ def prompts_of(tok, path):
     of refs, rewards of given]. refs are set later, and with --rewards rated too.
     """
     asked, bad = [], []
-    for place, row in first_rows(path, None):
+    for place, row in first_rows(path, None, ()):
         found = prompt_ids(tok, row, date)
         texts = row.get("completions", [])
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

@@ -155,7 +155,7 @@ def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_
 # -----------------------------------------------------------------------------
 # resuming
 
-TORN = ["\udcff", '{"step": 3, "loss": 5.{"step": 4}', "\0\0\0", "null"]
+TORN = ["\udcff", '{"step": 3, "loss": 5.{"step": 4}', "\0\0\0", "null", '{"step": "3"}', "[" * 9999]
 
 
 def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, tmp_path, monkeypatch):
@@ -338,7 +338,8 @@ def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_writt
     monkeypatch.setattr("model.Apertus.forward", signalled)
     new = tmp_path / "new"
     new.mkdir()
-    (new / "profile").touch()
+    for name in ("profile", "cooldown"):                   # the second is an old file, which a new run ignores
+        (new / name).touch()
     says(ran(data, new), "stopped as asked after step 7, saved")
     assert not (new / "profile").exists()
     ran(data, new, "--resume")
