@@ -148,7 +148,7 @@ def disturb(how):
 
 HEAD = """# Faults injected into runs
 
-`make faults`, all runs on the CPU with gloo in exact mode; "identical" means the same bits of all weights.
+`make faults`, all runs on the CPU with gloo in exact mode; "identical" means that all weights are bit-exact.
 
 | fault | times | steps lost | outcome |
 |---|---:|---:|---|"""
