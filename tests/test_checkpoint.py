@@ -158,8 +158,8 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(save
 ])
 def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free, ranks, other, waits):
     """
-    A copy takes 488 bytes, a tenth of the free memory stays free, and two ranks on a node copy at once. `other`: whether
-    a rank of another node has room.
+    A copy takes 488 bytes, a tenth of the free memory stays free, and two ranks on a node copy at once. `other`:
+    whether a rank of another node has room.
     """
     monkeypatch.setattr(checkpoint, "gather", lambda value, _: [value, other] if value is True else [value])
     monkeypatch.setattr(gpus, "free_on_host", lambda: free)

@@ -109,7 +109,8 @@ def test_srun_says_which_rank_a_process_is(monkeypatch):
     where srun runs, which may be a login node. Linux gives ports from 32768 on to connections.
     """
     env = dict(word.split("=") for word in """SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_JOB_ID=123456
-        SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=nid[007-008],x[1-2] SLURM_LAUNCH_NODE_IPADDR=login""".split())
+        SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=nid[007-008],x[1-2]
+        SLURM_LAUNCH_NODE_IPADDR=login""".split())
     monkeypatch.setattr(os, "environ", env)
     assert parallel.launched() == (5, 8, 1, 4)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("nid007", str(20000 + 123456 % 12000))
