@@ -31,8 +31,8 @@ TYPES = {
 
 def settings(*spaces):
     """The settings among the globals of scripts or the attributes of objects: lower-case names with plain values."""
-    items = [item for space in spaces for item in names(space).items()]
-    return {key: value for key, value in items if key[0] != "_" and key.islower() and type(value) in TYPES}
+    return {key: value for space in spaces for key, value in names(space).items()
+            if key[0] != "_" and key.islower() and type(value) in TYPES}
 
 
 def names(space):

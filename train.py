@@ -406,9 +406,7 @@ def sample(run):
 def introduce(run, end):
     """Print how large the run is, and write config.json and the vocabulary."""
     kind = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
-    length = f"{end:,} steps"
-    if run.decay_at == NEVER:
-        length = f"{minutes:g} minute{'s' * (minutes != 1)}"
+    length = f"{minutes:g} minute{'s' * (minutes != 1)}" if run.decay_at == NEVER else f"{end:,} steps"
     print(f"{run.model.num_params():,} parameters on {kind} in {str(run.dtype)[6:]}, {length} of {batch_size} x "
           f"{shape.block_size} tokens per step; data: {run.train.n_tokens:,} tokens")
     import convert
@@ -555,9 +553,8 @@ def pretrain(run, build):
         finite = math.isfinite(sum(sums) + norm)
         if not finite and skipped >= skip_nonfinite:
             run.saver.finish()
-            after = f", after {skipped} skipped steps" if skipped else ""
-            raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}{after}. Stopped before the "
-                             "update, so no checkpoint holds it. Try a lower --lr, a longer "
+            raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}; skipped before: {skipped}. "
+                             "Stopped before the update, so no checkpoint holds it. Try a lower --lr, a longer "
                              "warm-up, or --dtype=float32")
         skipped = 0 if finite else skipped + 1
         rate = lr_at(samples_before(step), run.decay_at)
@@ -569,6 +566,8 @@ def pretrain(run, build):
         # Count the step, and log it.
         done = step + 1
         if decay:
+            if minutes and done < 3:
+                raise ValueError(f"minutes={minutes:g} were over in the first two steps, which compile: take more")
             run.cooldown.clear()
             begin_decay(run, done)
             end = end_of(run)

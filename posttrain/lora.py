@@ -74,7 +74,7 @@ def adapters_of(config):
     return dict(r=r, lora_alpha=config["lora_alpha"], target_modules=wanted, use_rslora=config["lora_rs"])
 
 
-def adapt(model, settings, seed=28):
+def adapt(model, settings):
     """
     Freeze a model and add adapters to the matrices of its blocks whose names end in one of the target_modules. Changes
     the model; returns it.
@@ -92,7 +92,7 @@ def adapt(model, settings, seed=28):
         layer.lora_A = Linear(layer.in_features, r).to(device)
         layer.lora_B = Linear(r, layer.out_features).to(device)
         layer.scale = settings["lora_alpha"] / share
-    draw(model, seed)
+    draw(model, 28)
     return model
 
 

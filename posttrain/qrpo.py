@@ -176,7 +176,8 @@ def prepare(run):
         rated = run.cache(stage, asked, 64, lambda k, some: [rewards_of(run.tok, p, score) for p in some])
         for p, values in zip(asked, rated):
             p.rated = values
-            p.refs = p.refs if use_references else []
+            if not use_references:
+                p.refs = []
     del score           # a reward model leaves the device
     pools = [candidates(run, p) for p in asked]
     # Log-probs do not depend on the rewards, so runs with other rewards share them. With adapters none are stored.
@@ -217,8 +218,7 @@ def load_policy(run, asked):
     )
     for name in "date seed base n_refs sample_batch max_new_tokens max_length use_references".split():
         made_from[name] = run.config[name]
-    folder = references or f"{out}/references"
-    run.folder = f"{folder}/{sha256_of(made_from)[:16]}"
+    run.folder = f"{references or f'{out}/references'}/{sha256_of(made_from)[:16]}"
     os.makedirs(run.folder, exist_ok=True)
     return made_from["data"]
 
@@ -244,7 +244,8 @@ def sample(run, asked, score):
     missing = [k for k in range(0, len(prompts), per_file) if not os.path.exists(file_of(run.folder, stage, k))]
     model = run.policy
     if run.ranks.sharded and missing:
-        model = start.load_whole(run)
+        # In the dtype of the activations, or every token would convert all weights to it.
+        model = start.load_whole(run).to(run.dtype)
 
     def draw(k, some):
         # Seeded by the batch and not by the run, so that a resumed run draws the same.

@@ -18,7 +18,7 @@ from studies import kit
 from tiny import small
 
 GOLDEN = f"{ROOT}/tests/golden/ppo"
-with open(f"{GOLDEN}.json", encoding="utf-8") as f:
+with open(f"{GOLDEN}.json") as f:
     WANT = json.load(f)
 DATA = {
     name: torch.from_numpy(array)

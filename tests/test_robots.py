@@ -234,7 +234,7 @@ def test_real_files_are_decided_as_protego_does_but_for_seven():
     if not os.path.exists(ROBOTS_2019):
         pytest.skip("shared/data is not there")
     Protego = pytest.importorskip("protego").Protego
-    with gzip.open(ROBOTS_2019, "rt", encoding="utf-8") as lines:
+    with gzip.open(ROBOTS_2019, "rt") as lines:
         rows = list(map(json.loads, lines))
     differ = set()
     for row in rows[::10] + [row for row in rows if row["domain"] in DIFFER]:

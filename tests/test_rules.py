@@ -18,7 +18,7 @@ from corpora import put
 from corpus import rules
 from corpus.rules import HEURISTICS, broken, by_language, text_rule, top_thresholds
 
-with gzip.open(f"{ROOT}/tests/golden/heuristics.jsonl.gz", "rt", encoding="utf-8") as lines:
+with gzip.open(f"{ROOT}/tests/golden/heuristics.jsonl.gz", "rt") as lines:
     PAGES = list(map(json.loads, lines))
 
 

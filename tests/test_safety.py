@@ -31,7 +31,7 @@ def offences(source):
 
 
 def read(file):
-    with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+    with open(os.path.join(ROOT, file)) as f:
         return f.read()
 
 

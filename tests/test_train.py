@@ -147,7 +147,7 @@ def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_
     assert same(two, three) and not same(two, four)
     each_step(lambda step: 1 if step == 1 else math.nan)
     done = ran(data, tmp_path / "bad", *flags)
-    assert done.returncode == 2 and "gradient norm nan, after 1 skipped steps. Stopped" in done.stderr
+    assert done.returncode == 2 and "gradient norm nan; skipped before: 1. Stopped" in done.stderr
     assert steps(tmp_path / "bad") == [1, 2, 3]
     assert len(log(tmp_path / "bad")) == 3
 
@@ -192,7 +192,7 @@ def test_stages_one_by_one_are_the_run_through_all(data, tmp_path):
     first = '("one", ("a.jsonl",), 80, 28)'
     for seed in (29, 30):
         second = f'("two", {{"a.jsonl": 1, "b.jsonl": 3}}, 160, {seed})'
-        (tmp_path / f"{seed}.py").write_text(f"stages = {first}, {second}\n", encoding="utf-8")
+        (tmp_path / f"{seed}.py").write_text(f"stages = {first}, {second}\n")
     through = trained(data, tmp_path / "through", tmp_path / "29.py", "--stage=all")
     parts = trained(data, tmp_path / "parts", tmp_path / "30.py", "--stage=one")
     assert steps(parts) == [5, 10]
@@ -352,6 +352,8 @@ def test_a_minute_is_the_run_of_so_many_samples_also_killed_or_with_more_minutes
     """A minute is 31 s for the first step and 29 steps of a second; 30 % of the samples decay."""
     planned, longer = runs("--total_samples=240", "--decay_samples=72"), runs(*MORE)
     clocked(31.0, 1.0)
+    assert "minutes=0.5 were over in the first two" in ran(data, tmp_path / "half", "--minutes=0.5").stderr
+    clocked(31.0, 1.0)
     minute = trained(data, tmp_path / "minute", "--minutes=1")
     assert equal(minute, planned)
     assert '"seconds": 60,' in (minute / "summary.json").read_text()
@@ -366,7 +368,7 @@ def test_a_minute_is_the_run_of_so_many_samples_also_killed_or_with_more_minutes
 
 
 def test_of_minutes_and_samples_the_last_one_counts(data, tmp_path):
-    (tmp_path / "five.py").write_text("minutes = 5.0\n", encoding="utf-8")
+    (tmp_path / "five.py").write_text("minutes = 5.0\n")
     run = trained(data, tmp_path / "file", tmp_path / "five.py", *FEW)
     assert len(log(run, "loss")) == 3
     assert settings_of(run)["minutes"] == 0

@@ -39,7 +39,7 @@ def corpus(root, *args):
     os.makedirs(root, exist_ok=True)
     files = [f"{root}/{name}.jsonl" for name in "ab"]
     for first, path in enumerate(files):
-        with open(path, "w", encoding="utf-8") as f:
+        with open(path, "w") as f:
             for i in range(first, 400, 2):
                 text = f"Line {i} tells of " + " ".join(str(i * j % 97) for j in range(i * 7 % 23))
                 print(json.dumps(dict(text=text[:5 + i * 13 % 56])), file=f)
@@ -61,7 +61,7 @@ def trained(data, out, *args):
 
 def log(out, key="step"):
     """The entries of log.jsonl that have this key, without times, which differ between runs."""
-    lines = Path(out, "log.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = Path(out, "log.jsonl").read_text().splitlines()
     return [timeless(entry) for entry in map(json.loads, lines) if key in entry]
 
 
