@@ -21,7 +21,6 @@ import glob
 import json
 import math
 import os
-import re
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -71,8 +70,7 @@ def on_all_ranks(do, group):
 
 def steps_in(folder):
     """The steps of all checkpoints that have their final name, in ascending order."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name))
+    return sorted(int(name[5:]) for name in glob.glob("step-*", root_dir=folder) if name[5:].isdecimal())
 
 
 def sealed(manifest):
@@ -164,11 +162,11 @@ def into_files(tensors):
 
 def delete_old(folder, step, keep, spare):
     """
-    Delete all checkpoints but the `keep` newest (0: delete none) and the newest of those until step `spare` (if not
-    None). Those after `step` are left alone: a resumed run has passed them over because they are damaged.
+    Delete all checkpoints but the `keep` newest (0: delete none) and the newest of those until step `spare`. Those
+    after `step` are left alone: a resumed run has passed them over because they are damaged.
     """
     until_now = [s for s in steps_in(folder) if s <= step]
-    before_decay = [s for s in until_now if s <= (spare or 0)]
+    before_decay = [s for s in until_now if s <= spare]
     for old in until_now[:-keep]:                          # [:-0] is empty
         if old not in before_decay[-1:]:
             shutil.rmtree(f"{folder}/step-{old:08d}", ignore_errors=True)
@@ -196,7 +194,7 @@ class Saver:
         if rank_in(self.group) == 0:
             print(text)
 
-    def save(self, step, model, optimizer, info, spare=None):
+    def save(self, step, model, optimizer, info, spare=0):
         import torch.distributed.checkpoint                # not in the thread: torch.compile may import meanwhile
 
         from engine.gpus import free_on_host

@@ -34,8 +34,7 @@ def pick_device(device):
     here = [kind for kind in known if known[kind]]
     if device == "auto":
         return here[0]
-    kind, _, _ = device.partition(":")
-    if kind in here:
+    if device.split(":")[0] in here:
         return device
     raise ValueError(f"device={device!r} is not here: there is {', '.join(here)}")
 
@@ -44,7 +43,7 @@ def pick_dtype(dtype, device):
     """
     float32 or bfloat16, as a torch.dtype. "auto" is bf16 on devices that multiply in it.
 
-    These are CPUs with AVX-512 BF16 or AMX, and GPUs newer than T4 and V100, which emulate bf16 many times slower than
+    These are CPUs with AVX-512 BF16, such as all with AMX, and GPUs newer than T4 and V100, which emulate bf16 many times slower than
     fp32.
     """
     if dtype not in ("auto", "float32", "bfloat16"):
@@ -54,7 +53,7 @@ def pick_dtype(dtype, device):
     if device.startswith("cuda"):
         has = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        has = device == "cpu" and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if has else torch.float32
 
 

@@ -75,6 +75,19 @@ def of_step(model, settings, tokens, size=2, shards=1):
     return takes | dict(total=sum(takes.values()))
 
 
+def ways_of(node, most, rows):
+    """
+    [(ranks that share a copy of the weights, windows in memory at once)], the fastest first. node: the ranks of a node;
+    most: of a copy; rows: windows that were asked for.
+
+    A copy inside a node comes first, since the links between nodes are slow. Beyond it, many windows come first, since
+    weights are gathered once for all of them.
+    """
+    ways = [(shards, n) for n in range(rows, 0, -1) if rows % n == 0
+            for shards in range(node, most + 1, node) if most % shards == 0]
+    return sorted(ways, key=lambda way: way[0] > node)
+
+
 def check_run(run, build, again=False):
     """
     Make a step of a run of train.py fit on its device, and print the sum on a GPU. build(run): the model.
@@ -103,8 +116,7 @@ def check_run(run, build, again=False):
 
     # Chosen by the device's whole memory, not by the free part, since all ranks must choose the same.
     most = ranks.size if ranks.mode == "hsdp" and not settings["hsdp_shard"] and not again else ranks.shard
-    ways = [(shards, rows) for shards in range(ranks.shard, most + 1, ranks.shard) if ranks.size % shards == 0
-            for rows in range(run.rows, 0, -1) if run.rows % rows == 0 and (rows == run.rows or not ranks.exact)]
+    ways = [way for way in ways_of(ranks.shard, most, run.rows) if way[1] == run.rows or not ranks.exact]
     fits = (way for way in ways if takes(way[0], micro_batch=way[1])["total"] <= has)
     ranks.shard, run.rows = next(fits, ways[0])
     settings = settings | dict(micro_batch=run.rows)

@@ -15,8 +15,8 @@ def mix_weights(weights):
     total = sum(weights.values())
     exact = {name: SLOTS * weight / total for name, weight in weights.items()}
     slots = {name: int(share) for name, share in exact.items()}
-    largest_remainder_first = sorted(exact, key=lambda name: slots[name] - exact[name])
-    for name in largest_remainder_first[: SLOTS - sum(slots.values())]:
+    # Largest remainder first.
+    for name in sorted(exact, key=lambda name: slots[name] - exact[name])[: SLOTS - sum(slots.values())]:
         slots[name] += 1
     if min(slots.values()) < 1:
         raise ValueError(f"weights {weights}: the smallest is below one sample in {SLOTS:,}")

@@ -40,9 +40,9 @@ def draw(model, seed):
     mesh = params[0][1].device_mesh["shards"]
     me, size = mesh.get_local_rank(), mesh.size()
     for first in tqdm(range(0, len(params), size), "initial weights", delay=2, disable=dist.get_rank() > 0):
-        for k, (name, p) in enumerate(params[first:first + size]):
-            if k == me:
-                mine = model.initial(name, p.shape, seed).to(p.device, p.dtype)
-        for k, (name, p) in enumerate(params[first:first + size]):
+        # The last round may have no tensor for this rank.
+        for name, p in params[first + me:first + me + 1]:
+            mine = model.initial(name, p.shape, seed).to(p.device, p.dtype)
+        for k, (_, p) in enumerate(params[first:first + size]):
             whole = mine if k == me else torch.empty(p.shape, device=p.device)
             p.to_local().copy_(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=k).to_local())

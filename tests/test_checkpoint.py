@@ -43,7 +43,7 @@ def train(model, optimizer, step):
 
 def save(folder, step, pair, keep=2):
     """A checkpoint of a model and its optimizer, as a run writes it."""
-    checkpoint.write(folder, step, checkpoint.tensors_of(*pair), dict(note="x"), keep, None, None)
+    checkpoint.write(folder, step, checkpoint.tensors_of(*pair), dict(note="x"), keep, 0, None)
 
 
 @pytest.fixture
@@ -171,8 +171,8 @@ def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free
 
 
 KEPT = """
-0 | None | [1, 2, 3, 4, 5]
-3 | None | [3, 4, 5]
+0 | 0    | [1, 2, 3, 4, 5]
+3 | 0    | [3, 4, 5]
 1 | 3    | [3, 5]
 1 | 9    | [5]
 """

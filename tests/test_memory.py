@@ -125,6 +125,8 @@ SAID = """
 81559  | 6 | 8 |                 | GB that a step takes, with micro_batch=2 and a copy of the model on 8: weights 4.0,
 81559  | 6 | 8 |                 | total 74.7; cuda:0 has 85.5
 40960  | 4 | 64 | mode=hsdp shard=8 | GB that a step takes, with micro_batch=1 and a copy of the model on 16
+36864  | 4 | 64 | mode=hsdp shard=8 recompute=cheap | with micro_batch=2 and a copy of the model on 32
+61440  | 4 | 64 | mode=hsdp shard=8 | with micro_batch=1 and a copy of the model on 8:
 40960  | 4 | 64 | mode=hsdp shard=8 hsdp_shard=8 | error: GB that a step takes, with micro_batch=4
 40960  | 4 | 64 | mode=hsdp shard=8 again=True   | error: GB that a step takes, with micro_batch=4
 81559  | 4 | 8  | free=9000 again=True           | GB that a step takes, with micro_batch=2

@@ -87,9 +87,8 @@ def resolve_settings():
         clock = "cpu" if device == "cpu" else "wall"
     if preset not in PRESETS:
         raise ValueError(f"preset={preset}: there is {', '.join(PRESETS)}")
-    for name in ("rounds", "tokens"):
-        if globals()[name] < 1:
-            raise ValueError(f"{name}={globals()[name]}: want at least 1")
+    if min(rounds, tokens) < 1:
+        raise ValueError(f"rounds={rounds}, tokens={tokens}: want at least 1 of each")
     if clock == "cpu" and (threads != 1 or device != "cpu"):
         raise ValueError(f"threads={threads} device={device}: the CPU clock adds up threads and does not see a GPU: "
                          "take --threads=1 on a CPU, or --clock=wall")
@@ -296,13 +295,12 @@ def main():
         middle, low, high = row["ratio"]
         print(f"| {name} | {row['rate']:,.4g} | {row['share']:.0%} | {middle:.2f}x ({low:.2f}-{high:.2f}) |")
 
-    describe = ["git", "describe", "--always", "--dirty= + changes"]
     record = dict(
         date=time.strftime("%Y-%m-%d"),
         command=f"python -m tools.bench {shlex.join(sys.argv[1:])}",
         machine=torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability(),
         torch=torch.__version__,
-        commit=subprocess.run(describe, capture_output=True, text=True).stdout.strip(),
+        commit=subprocess.getoutput("git describe --always --dirty 2>/dev/null"),
         rows=rows)
     kit.write(f"{out}/{what}.json", json.dumps(record, indent=1))
     print(f"wrote {out}/{what}.json")

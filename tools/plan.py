@@ -10,8 +10,9 @@ Does it fit, and how long does it take? Pretraining on thousands of GPUs or fine
 
 So tokens per GPU and micro-batch decide whether compute hides the links, and memory decides how many tokens there may
 be. NCCL's rings let the GPUs of a node share their links: if nccl-tests measures more, set --net_gbs to that.
-A run that does not fit exits with code 2 and names flags with which it does. The row `fits` is the largest micro-batch,
-0 if none fits; compute_s and links_s are seconds of a micro-batch.
+A run that does not fit exits with code 2 and names flags with which it does. The row `shards` is how many GPUs share a
+copy of the weights, as a run chooses it; `fits` is the largest micro-batch, 0 if none fits; compute_s and links_s are
+seconds of a micro-batch.
 
 $ python -m tools.plan configs/70b.py --gpus=512 --gpu=h100
 $ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
@@ -34,7 +35,7 @@ import convert
 import train
 from configurator import config_file, configure, read_config, run, settings
 from engine.gpus import GPUS
-from engine.memory import MODES, gb, of_step, trained
+from engine.memory import MODES, gb, of_step, trained, ways_of
 from engine.parallel import check_split
 from model import ApertusConfig
 from posttrain import attach, qrpo, sft
@@ -78,13 +79,15 @@ def build(command=None):
     return shapes_of(shape(), adapters_of(globals()), base)
 
 
-def shards():
-    """The number of GPUs that share one copy of the weights. ValueError: an unknown --parallel."""
+def shares():
+    """The least and most GPUs that share one copy of the weights, as in a run. ValueError: an unknown --parallel."""
     if parallel not in train.KINDS["parallel"].split(", "):
         raise ValueError(f"parallel={parallel!r}: there is {train.KINDS['parallel']}")
     if gpus == 1 or parallel == "ddp":
-        return 1
-    return (hsdp_shard or GPUS[gpu].per_node) if parallel == "hsdp" else gpus
+        return 1, 1
+    if parallel == "fsdp":
+        return gpus, gpus
+    return hsdp_shard or min(gpus, GPUS[gpu].per_node), hsdp_shard or gpus
 
 
 def check():
@@ -98,9 +101,9 @@ def check():
     config, P = shape(), sequence_parallel
     check_split("sequence_parallel", P, gpus=gpus, n_kv_head=config.n_kv_head, block_size=config.block_size)
     check_split("gpus/sequence_parallel", gpus // P, batch_size=batch_size)
-    check_split("hsdp_shard", shards(), gpus=gpus)
+    check_split("hsdp_shard", shares()[0], gpus=gpus)
     check_base(base, adapters_of(globals()))
-    if lora_r and shards() > 1:
+    if lora_r and shares()[0] > 1:
         raise ValueError(f"gpus={gpus} parallel={parallel}: adapters are planned for GPUs that hold the base whole: "
                          "take --gpus=1 or --parallel=ddp")
 
@@ -109,10 +112,13 @@ def check():
 # the plan
 
 
-def peak(model, **flags):
-    """{kind: bytes} and their total on each GPU at the peak of a step in bf16. flags: settings to change before."""
+def peak(model, shards=0, **flags):
+    """
+    {kind: bytes} and their total on each GPU at the peak of a step in bf16. shards: GPUs that share a copy, 0 = the
+    least of shares(); flags: settings to change before.
+    """
     globals().update(flags)
-    return of_step(model, globals(), model.config.block_size // sequence_parallel, shards=shards())
+    return of_step(model, globals(), model.config.block_size // sequence_parallel, shards=shards or shares()[0])
 
 
 def seconds_of(size, sharing):
@@ -137,23 +143,24 @@ def flops_of(model):
 
 def plan_of(model, mode):
     """
-    The plan with this mode of recomputation, {what: number}: GB of a GPU by kind; the largest micro-batch that fits, 0
-    if none does, and its tokens; seconds of compute and of links; tokens/s of all GPUs, and days of the run.
+    The plan with this mode of recomputation, {what: number}: GB of a GPU by kind; GPUs that share a copy of the
+    weights; the largest micro-batch that fits, 0 if none does, and its tokens; seconds of compute and of links;
+    tokens/s of all GPUs, and days of the run.
     """
     spec, c, window = GPUS[gpu], model.config, model.config.block_size
-    most = batch_size * sequence_parallel // gpus
-    sizes = {n: peak(model, recompute=mode, micro_batch=n) for n in range(1, most + 1) if most % n == 0}
-    fits = max((n for n in sizes if sizes[n]["total"] <= spec.memory), default=0)
-    rows = fits or 1
+    ways = ways_of(*shares(), batch_size * sequence_parallel // gpus)
+    sizes = {way: peak(model, way[0], recompute=mode, micro_batch=way[1]) for way in ways}
+    fitting = [way for way in ways if sizes[way]["total"] <= spec.memory]
+    way = shards, rows = (fitting or ways[-1:])[0]
     tokens = rows * window // sequence_parallel
     # GPUs that share a window exchange q, k, v and the result in bf16, forward and backward; with full recomputation
     # forward twice.
     exchanged = (3 if mode == "full" else 2) * c.n_layer * tokens * 4 * (c.n_head + c.n_kv_head) * c.head_dim
     compute = tokens * flops_of(model) / (spec.flops * mfu) + seconds_of(exchanged, sequence_parallel)
-    links = seconds_of(8 * model.num_params(), shards())
+    links = seconds_of(8 * model.num_params(), shards)
     speed = gpus * tokens / max(compute, links)
-    found = {kind: size / 1e9 for kind, size in sizes[rows].items()} | dict(
-        fits=fits, tokens=tokens, compute_s=compute, links_s=links, tokens_per_s=speed)
+    found = {kind: size / 1e9 for kind, size in sizes[way].items()} | dict(shards=shards, fits=rows * bool(fitting),
+        tokens=tokens, compute_s=compute, links_s=links, tokens_per_s=speed)
     # The length of fine-tuning depends on its conversations, which a plan does not read.
     return found if max_length else found | dict(days=total_samples * window / speed / 86400)
 
@@ -183,7 +190,7 @@ def main():
     print(f"{model.num_params() / 1e9:.2f}B parameters, {trained(model) / 1e6:,.1f}M of them trained, "
           f"{model.config.vocab_size:,} ids{f', adapters on a base in {base}' if lora_r else ''}; "
           f"{batch_size} x {model.config.block_size} tokens per step, on {gpus} x {gpu} of {gb(GPUS[gpu].memory)} GB, "
-          f"{shards()} to a copy of the weights, {sequence_parallel} to a window; at {mfu:.0%} of the peak\n")
+          f"{sequence_parallel} to a window; at {mfu:.0%} of the peak\n")
     plans = {mode: plan_of(model, mode) for mode in MODES}
     print(f"{'GB, recompute':14}" + "".join(f"{mode:>14}" for mode in MODES))
     for what in plans["none"]:
@@ -195,8 +202,7 @@ def main():
                          f"{gb(GPUS[gpu].memory)}: take {flags_that_fit()}")
     mode = max(fitting, key=lambda mode: plans[mode]["tokens_per_s"])
     best = plans[mode]
-    how = parallel if shards() == 1 else "fsdp" if shards() == gpus else "hsdp"
-    print(f"\n-> --parallel={how} --recompute={mode} --micro_batch={best['fits']}")
+    print(f"\n-> --parallel={parallel} --recompute={mode} --micro_batch={best['fits']}")
     if best["links_s"] > best["compute_s"]:
         print("-> communication-bound: the links take longer than the compute that hides them. Take --parallel=hsdp "
               "where a node holds the model, else tensor and pipeline parallelism (github.com/pytorch/torchtitan; "
@@ -243,7 +249,7 @@ def table_of_windows():
     """
     yield "GPUs / P to a window                8k               16k               32k               64k"
     for name, card, gpu in (("8b", 80, "h100"), ("8b", 141, "h200"), ("70b", 80, "h100"), ("70b", 141, "h200")):
-        model = build(f"{name} --micro_batch=1")
+        model = build(f"{name} --micro_batch=1 --parallel=fsdp")
         line = f"{name.upper():4}{card:4} GB each    "
         for model.config.block_size in (8192, 16384, 32768, 65536):
             ways = itertools.product((8 * 2**n for n in range(10)), MODES, (1, 2, 4, 8))
