@@ -12,7 +12,7 @@ alpha 8, weight decay 0.1 but none on 1-D parameters, both warm-ups over 100,000
 must scale the warm-ups to its own length: at step 3,000 of 100,000 alpha is 0.24, so a run of 3,000
 steps would be little more than AdamW.
 
-Sources: arXiv 2409.03137; Apertus, arXiv 2509.14233 sec. 2.3, app. B.
+Sources: arXiv 2409.03137; Apertus, arXiv 2509.14233 sec. 2.3, app. C.
 """
 
 import math

@@ -251,7 +251,8 @@ class TokenDataset:
 
         Returns idx and targets, int64; keep, bool: which targets have a loss; doc, int64: the number of the document of
         each input token. Two kinds of targets have no loss: those that Goldfish drops, and those whose *input* ends a
-        document, since the next document's first token cannot be predicted. The end itself is learnt (report sec. 3).
+        document, since the next document's first token cannot be predicted. The end itself is learnt, as in Apertus'
+        trainer (report sec. 2.1 says that it is not).
         ValueError for a token id outside the vocabulary.
         """
         # A row holds T labels, and before them the tokens that Goldfish hashes, at least the first input.

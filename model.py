@@ -41,7 +41,7 @@ class ApertusConfig:
     ffn_dim: int = 21504            # 5.25 C: without a gate, 1.5 times Llama 3's width costs the same parameters
     activation: str = "xielu"       # xielu | swiglu | gelu | relu2; swiglu takes 2/3 of ffn_dim for its three matrices
     qk_norm: bool = True            # RMSNorm of queries and keys
-    doc_mask: bool = True           # attention inside documents (sec. 2.3); the released runs most likely had False
+    doc_mask: bool = True           # attention inside documents (sec. 2.1); the released runs most likely had False
     tie_embeddings: bool = False    # one matrix for the embedding and the head
     rope_theta: float = 500_000.0   # 12e6 after the long-context stages
     rope_scaling: float = 8.0       # llama3 factor, on from the first step of pretraining; 0 = plain RoPE

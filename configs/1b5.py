@@ -26,4 +26,3 @@ beta3_warmup = 48_441
 
 eval_every = 1000
 sample_every = 0
-checkpoint_every = 1000

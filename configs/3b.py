@@ -23,4 +23,3 @@ beta3_warmup = 47_684
 
 eval_every = 1000
 sample_every = 0
-checkpoint_every = 1000

@@ -4,14 +4,15 @@
 #
 # The numbers are those of Greek Apertus (eellak/greek-apertus, a contract of August 2026; its 8B on 80.73B tokens), the
 # one open run that continues Apertus with its own optimizer and loss: half of pretraining's peak learning rate, and a
-# shorter slow average of half the weight. Its lessons:
+# shorter slow average of half the weight. Two things differ: its warm-up begins at the floor, and it went back to
+# pretraining's RoPE, theta 5e5. Its lessons:
 #
 # Replay. 79 % of its tokens are Greek, 20 % other languages as in pretraining: prepare both, and mix them in a stage,
 # stages = (("1", {"mine": 4, "old": 1}, total_samples, 28),) with --stage=all. A weaker shift may need 5 % (Ibrahim et
 # al., arXiv 2403.08763).
 #
-# Watch the old text too: after 15.5B tokens the loss on English was 0.045 nats above its best, while the Greek MMLU
-# rose from 49.7 to 57.1 %. evaluate.py compares two models on any text.
+# Watch the old text too: in an earlier run of 15.5B tokens the loss on English ended 0.045 nats above its best, while
+# the Greek MMLU rose from 49.7 to 57.1 %. evaluate.py compares two models on any text.
 #
 # New tokens for the language did not pay within 2B tokens: docs/decisions.md, Removed.
 #
@@ -33,7 +34,7 @@ batch_size = 1024                 # 4.2M tokens a step
 micro_batch = 1
 total_samples = 19_709_952        # 80.7B tokens, 19,248 steps
 warmup_samples = 409_600          # 400 steps
-decay_samples = 3_941_990         # the last fifth
+decay_samples = 3_942_400         # the last fifth, 3,850 steps
 
 lr = 5.5e-5
 lr_floor = 5.5e-6

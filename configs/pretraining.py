@@ -24,7 +24,7 @@ POOLS = {"fineweb-edu-score-2": 4815, "fineweb-edu-score-3": 1179, "fineweb-hq-3
          "finemath": 32, "infimm-webmath": 19, "megamath-web": 260, "megamath-web-pro": 15, "wikipedia": 33,
          "parallel": 21, "flan": 1, "euroblocks": 1, "gutenberg-v1-poison": 2, "gutenberg-v2": 1}
 # fineweb-2-33: the best third of 20 languages and a random third of all others; starcoder-edu: all with score >= 2, and
-# those with score >= 3 twice.
+# those with score >= 3 twice. Flan and EuroBlocks have 1 together, and are read three times.
 SOURCES = {
     "1": ("fineweb-edu-score-2", "fineweb-2-33", "starcoder", "finemath", "gutenberg-v1-poison"),
     "2": ("fineweb-hq-33", "fineweb-2-33", "fineweb-edu-score-3", "starcoder", "finemath", "gutenberg-v1-poison"),
@@ -32,15 +32,16 @@ SOURCES = {
           "infimm-webmath", "gutenberg-v2"),
     "4": ("dclm-edu", "fineweb-2-10", "starcoder", "finemath", "infimm-webmath", "megamath-web-pro"),
     "5": ("dclm-edu", "fineweb-2-10", "starcoder-edu", "stack-v2-edu", "wikipedia", "finemath", "parallel",
-          "infimm-webmath", "megamath-web-pro", "flan", "euroblocks", "euroblocks", "euroblocks")}
+          "infimm-webmath", "megamath-web-pro", *3 * ("flan", "euroblocks"))}
 
 
 def stages_until(steps, batch_size, batch_ramp_at):
     """
     The table `stages`: name, sources, its end in samples, seed of the order. The last stage ends with the run.
 
-    steps: {name: last step of each stage but the last}, from the first steps of report Table F.7. The batch is doubled
-    after batch_ramp_at samples, so step s, which comes later, has 2 * batch_size * s - batch_ramp_at samples before it.
+    steps: {name: the next stage's first step}, from report Table H.8, which counts from 1 and so means one step less.
+    The batch is doubled after batch_ramp_at samples, so step s, which comes later, has 2 * batch_size * s -
+    batch_ramp_at samples before it.
     Stage 1 has seed 28. The seeds of the later stages are not published, only that each had its own.
     """
     ends = {name: 2 * batch_size * step - batch_ramp_at for name, step in steps.items()} | {"5": total_samples}

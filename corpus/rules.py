@@ -172,7 +172,8 @@ def by_language(name, text, share=False):
     return values.get("", values) if values else None
 
 
-# Report sec. 3: remove P(toxic) at or above these, about 5 % of each language. Languages as in FineWeb-2.
+# Remove P(toxic) at or above these, about 5 % of each language (report sec. 3; the numbers: swiss-ai/pretrain-data).
+# Languages as in FineWeb-2.
 TOXICITY = by_language("TOXICITY", """
     eng_Latn:0.99944, deu_Latn:0.9977, fra_Latn:0.9994, pol_Latn:0.9867, por_Latn:0.9476, spa_Latn:0.9953,
     ita_Latn:0.9985, cmn_Hani:0.5954, nld_Latn:0.9883""")

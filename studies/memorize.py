@@ -5,7 +5,7 @@ Verbatim memorisation: how much of a passage does a model recite after it has re
 
 The prompt is BOS and the first tokens of a passage, the prefix. The continuation is compared with the tokens that
 follow in the passage, the suffix. Passages that the model has never read are the baseline.
-Source: Apertus report (arXiv 2509.14233) sec. 5.4 and app. E; Rouge-L: Lin (2004).
+Source: Apertus report (arXiv 2509.14233) sec. 5.4 and app. F; Rouge-L: Lin (2004).
 
 $ python -m studies.memorize speeches.jsonl austen.txt    # train small models with and without Goldfish, and test them
 $ python -m studies.memorize --init_from=out/mine --probes=data/mine/probes.json    # any model; prepare.py's probes

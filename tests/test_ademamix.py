@@ -40,7 +40,7 @@ def test_sixty_steps_are_the_published_ones(case, dtype, tolerance):
 
 
 def test_the_warmups_are_those_of_the_report():
-    """Over 100,000 steps (report app. B); the golden values of beta3 are those of the published scheduler."""
+    """Over 100,000 steps (report app. C); the golden values of beta3 are those of the published scheduler."""
     want = {
         1: 0.90098833,
         10: 0.90907658,

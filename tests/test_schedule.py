@@ -102,7 +102,7 @@ def test_phases_that_do_not_fit_into_the_run_are_an_error(schedule, lengths):
         schedule(0, 1.0, 0.1, *lengths)
 
 
-# Report Table F.7, which counts iterations from 1; we count from 0. Batch at the start and ramp of the 8B and the 70B;
+# Report Table H.8, which counts iterations from 1; we count from 0. Batch at the start and ramp of the 8B and the 70B;
 # step, samples and batch at the end of the warm-up, at the ramp, at the begin of the decay, and at the end.
 MILESTONES = """
 1024 | 1718272000 | 4000    | 4096000    | 1024

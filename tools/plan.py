@@ -45,7 +45,7 @@ from posttrain.start import adapters_of, check_base, shapes_of
 globals().update(settings(vars(qrpo), vars(sft), vars(attach), vars(train), train.shape))
 gpus = 8                   # number of GPUs
 gpu = "h100"               # a100 | h100 | h100-pcie | h100-nvl | h200 | gh200 | b200 | l40s | 4090 (last two: 1 GPU)
-mfu = 0.40                 # share of the peak that a GPU reaches, waits and recomputation aside (Apertus: 0.30 - 0.34)
+mfu = 0.40                 # share of the peak that a GPU reaches, waits and recomputation aside (Apertus: 0.32 - 0.34)
 node_gbs = 0.0             # GB/s per GPU, inside a node; 0 = the table's
 net_gbs = 0.0              # GB/s per GPU, between nodes; 0 = the table's
 cards = False              # print which models can be fine-tuned on which card, and stop

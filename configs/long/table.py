@@ -14,6 +14,8 @@
 # FineWeb-2-HQ) and of books. Each stage takes documents from half a window to a whole one, so none is repeated: 16k by
 # prepare.py --min_tokens=8192 --max_tokens=16383.
 #
+# The seeds are ours: the scripts have 28 in every stage.
+#
 # window      theta   steps of 8B, 70B   stage 5  long documents  books   seed
 STAGES = {
     "8k": (8192,    1e6,  9350, 4680,      55.80,          15.87,  6.88,   33),    # 78.4B tokens
