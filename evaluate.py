@@ -207,7 +207,8 @@ def position_scores(model, tok, documents, T, step):
     Rows of the results: bits per byte at positions 0 to step - 1 of a window of T, at the next `step`, and so on.
 
     documents: list of (group, text), cut into windows one after the other. The rest, which fills no window, is left
-    out, so that all positions have the same texts. The windows are the sample. ValueError if no document fills one.
+    out, so that all positions have the same texts. The windows are the sample, so the interval is too narrow for a few
+    long documents. ValueError if no document fills one.
     """
     texts = [text_ids(tok, text) for _, text in documents]
     windows = [(ids[i:i + T + 1], 1) for ids in texts for i in range(0, len(ids) - T, T)]

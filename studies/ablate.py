@@ -207,7 +207,7 @@ def summary(rows):
     for arm in dict.fromkeys(row["arm"] for row in rows):
         rates = [row["lr"] for row in rows if row["arm"] == arm]
         runs = [row for row in rows if row["arm"] == arm and row["seed"]]
-        tokens, lr = runs[0]["tokens"], runs[0]["lr"]
+        tokens, lr = runs[0]["tokens"], rates[-1]
         curves = np.array([run["val_bpb"] for run in runs], float)      # (seeds, n)
         curve = curves.mean(0)
         lowest = np.minimum.accumulate(curve)
@@ -239,14 +239,12 @@ def table_md(table):
     for row, p_holm in zip(compared, kit.holm([row["student"][2] for row in compared])):
         difference, half, p = row["student"]
         row["against"] = f"{difference:+.4f} ± {half:.4f} (p = {p:.3f}, {p_holm:.3f})"
-        low, high = difference - half, difference + half
         said = (f"no significant difference between {row['arm']} and {table[0]['arm']}: "
-                f"the 95 % interval is {low:+.3f} to {high:+.3f}")
+                f"the 95 % interval is {difference - half:+.3f} to {difference + half:+.3f}")
         if p_holm < 0.05:
-            near, far = sorted((abs(low), abs(high)))
             said = (
-                f"{row['arm']} is {'lower' if high < 0 else 'higher'} than {table[0]['arm']} "
-                f"by {near:.3f} to {far:.3f}")
+                f"{row['arm']} is {'lower' if difference < 0 else 'higher'} than {table[0]['arm']} "
+                f"by {abs(difference) - half:.3f} to {abs(difference) + half:.3f}")
         row["said"] = (
             f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['total']:,} tokens: {said} bits per byte.")
     return HEAD + "".join(map(ROW.format_map, table))

@@ -191,7 +191,7 @@ def main():
         rewards,
         "reward on test prompts: 0 for the right sum, -1 for each unit off (line: SFT alone)",
         *rewards["SFT"])
-    kit.publish(f"{results}/table.md", kit.pivot("|", runs.items(), 3, statistics.stdev))
+    kit.publish(f"{results}/table.md", kit.pivot("| mean ± sd over seeds", runs.items(), 3, statistics.stdev))
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def holm(ps):
     ps = np.array(ps)
     scaled = ps * (ps >= ps[:, None]).sum(1)        # n - i + 1 are at least as large as the i-th
     # With one seed they are all nan, and stay so.
-    return [np.minimum(scaled[~(ps > p)].max(), 1) for p in ps]
+    return [min(scaled[~(ps > p)].max(), 1) for p in ps]
 
 
 def interval(values, digits=2, margin=lambda values: student(values)[1]):

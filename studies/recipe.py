@@ -213,8 +213,9 @@ DIGITS = dict(old=3, bits_per_byte=3, rouge=2, apart=2)     # of means over seed
 REPORT = """# An Apertus from start to end
 
 The results of `python -m studies.recipe --seeds={seeds}`; the code is `studies/recipe.py`, the world
-`studies/world.py`. Answers are greedy. Shares are over all questions of all seeds, with Wilson's 95 % interval, which
-is a little too narrow because five questions share a person. ± is half of the 95 % interval over seeds by Student's t.
+`studies/world.py`. Answers are greedy. Shares are over all questions of all seeds, with Wilson's 95 % interval. It is
+for these models alone: five questions share a person, and models of other seeds can differ several times as much. ± is
+half of the 95 % interval over seeds by Student's t.
 
 ![Known, recited, kind](recipe.png)
 
