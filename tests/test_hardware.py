@@ -25,19 +25,17 @@ def test_auto_is_the_first_of_cuda_mps_and_cpu_that_is_here(monkeypatch, names):
 DTYPES = """
 auto     | cpu    |             | float32
 auto     | cpu    | avx512_bf16 | bfloat16
-auto     | cpu    | amx_tile    | bfloat16
 bfloat16 | cpu    |             | bfloat16
 auto     | cuda:0 | emulation   | float32
 auto     | cuda:0 | bf16        | bfloat16
-auto     | mps    | amx_tile    | float32
+auto     | mps    | avx512_bf16 | float32
 """
 
 
 @pytest.mark.parametrize("dtype, device, has, found", table(DTYPES))
 def test_auto_is_bf16_where_the_processor_multiplies_in_it(monkeypatch, dtype, device, has, found):
     """A T4 only emulates bf16."""
-    for name in ("avx512_bf16", "amx_tile"):
-        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name == has)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has == "avx512_bf16")
     gpu = {"emulation": {True}, "bf16": {True, False}}
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation in gpu[has])
     assert hardware.pick_dtype(dtype, device) == getattr(torch, found)
