@@ -114,7 +114,9 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
         # A token is outside if the more probable ones have enough probability already.
         outside = p.cumsum(-1) - p >= top_p
         logits = logits.masked_fill(outside.scatter(1, order, outside), -math.inf)
-    token = torch.multinomial(logits.softmax(-1), 1, generator=generator)  # (B, 1)
+    # Without the 1e-30, which changes no other draw, torch 2.13 on MPS sometimes draws a token of probability 0: it
+    # divides by random numbers, 0 among them, and 0/0 counts as the largest (pytorch issue 192577).
+    token = torch.multinomial(logits.softmax(-1) + 1e-30, 1, generator=generator)  # (B, 1)
     return token[:, 0]
 
 

@@ -263,8 +263,9 @@ def each(name, numbers, folder, workers):
             stages.do(name, number, folder)
             yield number
         return
-    # A forked process shares the loaded tables; a spawned one would load them again.
-    fork = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    # A forked process shares the loaded tables; a spawned one loads them again. macOS can fork too, but its libraries
+    # have started threads, and the new process may crash or hang in them: None is Python's own choice, spawn.
+    fork = "fork" if sys.platform == "linux" else None
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(fork), end_with_the_main_process)
     try:
         for number, _ in zip(numbers, pool.map(stages.do, repeat(name), numbers, repeat(folder))):

@@ -51,9 +51,8 @@ def verify(folder):
             raise ValueError(f"{path} has changed since prepare.py wrote it: another sha256")
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
         tokens -= len(ids)
-        begins = np.flatnonzero(ids == meta["bos"])
         # No document begins in a shard that lies inside a long document.
-        if sorted(listed.pop(shard["file"], [])) != begins.tolist():
+        if sorted(listed.pop(shard["file"], [])) != np.flatnonzero(ids == meta["bos"]).tolist():
             raise ValueError(f"{path}: its documents do not begin where documents.parquet says")
     if tokens or listed:
         raise ValueError(f"{folder}: the shards hold other documents than documents.parquet: {-tokens:+,} tokens")
@@ -104,8 +103,7 @@ def nearly(folder, meta, signature):
             if row["reason"]:
                 continue
             ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
-            text = tok.decode(ids[1:-1].tolist())
-            like = (signatures(*words([text[:LONG]])) == signature).mean()
+            like = (signatures(*words([tok.decode(ids[1:-1].tolist())[:LONG]])) == signature).mean()
             progress.update(row["tokens"])
             if like >= similarity:
                 yield f"nearly this text, similarity {like:.2f}", row

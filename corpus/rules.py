@@ -137,8 +137,7 @@ def column(doc, names):
 
 def uniform(key, seed):
     """A number in [0, 1) that depends on key and seed alone, so the order of the documents does not matter."""
-    digest = blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) / 2**64
+    return int.from_bytes(blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()) / 2**64
 
 
 def as_number(doc, field):

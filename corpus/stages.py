@@ -174,15 +174,16 @@ class Work:
         for bucket in self.results("tokens"):
             sizes.update(bucket)
         names = list(map(safe, sources))
+        lower = list(map(str.lower, names))
         for stream in range(2 * len(names)):
             i, split = stream // 2, SPLITS[stream % 2]
             begin, end = end, end + sizes[str(stream)]
-            # Two sources may differ only in characters that a file name cannot have.
-            name = names[i] + f"+{i}" * (names.index(names[i]) < i)
+            # Two sources may differ only in characters that a file name cannot have, or in case, which macOS ignores.
+            name = names[i] + f"+{i}" * (lower.index(lower[i]) < i)
             for k, at in enumerate(range(begin, end, self.shard_tokens)):
                 file = f"{name}_" * (len(names) > 1) + f"{split}_{k:05d}.npy"
-                last = min(at + self.shard_tokens, end)
-                found.append(dict(source=sources[i], split=split, file=file, begin=at, end=last))
+                found.append(dict(source=sources[i], split=split, file=file, begin=at,
+                                  end=min(at + self.shard_tokens, end)))
         return found
 
 
@@ -201,8 +202,8 @@ def given(function, setting):
 
 def check_files(number, work):
     """Some of the files, as readers.check describes them."""
-    files = np.array_split(work.files, work.pieces("check"))[number]
-    return dict(files=[check(file, work.text_field, work.encoding) for file in files])
+    return dict(files=[check(file, work.text_field, work.encoding)
+                       for file in np.array_split(work.files, work.pieces("check"))[number]])
 
 
 def documents_of(number, work):

@@ -54,8 +54,7 @@ def memory_of(device):
     # Windows has no sysconf.
     if device == "cpu" and hasattr(os, "sysconf"):
         # All ranks of a node share it.
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def free_on_host():

@@ -61,7 +61,8 @@ def can_compile(device):
     """Whether torch.compile works here, which wants a C++ compiler. Not on MPS, where torch's support is young."""
     # torch would first compile a program to see whether AVX works, which takes seconds at every start.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    return torch.device(device).type != "mps" and shutil.which(os.environ.get("CXX", "g++")) is not None
+    compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
+    return "mps" not in str(device) and shutil.which(compiler) is not None
 
 
 def keep_freed_memory():

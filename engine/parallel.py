@@ -38,8 +38,8 @@ def launched():
     """(rank, ranks, rank on this node, ranks on this node) from torchrun or srun; None without a launcher."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        here = env.get("LOCAL_RANK", 0), env.get("LOCAL_WORLD_SIZE", 1)
-        return tuple(map(int, (env["RANK"], env["WORLD_SIZE"], *here)))
+        return tuple(map(int, (
+            env["RANK"], env["WORLD_SIZE"], env.get("LOCAL_RANK", 0), env.get("LOCAL_WORLD_SIZE", 1))))
     ranks = int(env.get("SLURM_NTASKS", 1))
     if "SLURM_PROCID" not in env or ranks == 1:
         return None

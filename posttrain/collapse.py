@@ -37,15 +37,14 @@ def spectrum(h):
     finite = h.isfinite().all()
     if not finite or not h.any():
         return dict.fromkeys(RANKS, 0 if finite else math.nan)
-    s = torch.linalg.svdvals(h)         # descending
+    s = torch.linalg.svdvals(h.cpu() if h.is_mps else h)                # descending; torch 2.13 has no kernel for MPS
     energy = s.square()
-    rounding = max(h.shape) * torch.finfo(h.dtype).eps * s[0]
     ranks = (
         torch.special.entr(s / s.sum()).sum().exp(),
         fewest(energy),
         fewest(s),
         (s / len(h) ** 0.5 > 0.01).sum(),
-        (s > rounding).sum(),
+        (s > max(h.shape) * torch.finfo(h.dtype).eps * s[0]).sum(),
         energy.sum() / energy[0],
     )
     return {name: rank.item() for name, rank in zip(RANKS, ranks)}
@@ -76,10 +75,9 @@ def diagnose(model, idx, keep):
         h = model.hidden(idx)           # (B, T, C)
     drop_gathered(model)
     z = inputs[0][keep].float()         # (N, ffn_dim)
-    ranks = spectrum(h[keep].float())
     return dict(
         rank_tokens=len(z),
-        **{f"rank_{name}": rank for name, rank in ranks.items()},
+        **{f"rank_{name}": rank for name, rank in spectrum(h[keep].float()).items()},
         dead_units=dead_units(z).float().mean().item(),
         preactivation=z.norm(dim=-1).mean().item(),
     )

@@ -89,7 +89,7 @@ def dense(q, scale, shape, dtype):
 @torch.library.custom_op("apertus::quantised_product", mutates_args=())
 def product(x: Tensor, q: Tensor, scale: Tensor, shape: list[int], back: bool) -> Tensor:
     """x (..., K) @ w.T -> (..., N); back: x (..., N) @ w -> (..., K), its gradient. q, scale, shape: as in dense."""
-    few = x.device.type == "cpu" and x.shape[:-1].numel() <= ROWS and not shape[1] % 16
+    few = x.is_cpu and x.shape[:-1].numel() <= ROWS and not shape[1] % 16
     if few and not back and q.dtype == torch.int8 and x.dtype == torch.bfloat16:
         # With few rows, memory is the limit: this kernel reads 8 bits a weight and writes no decoded matrix.
         y = torch._weight_int8pack_mm(x.reshape(-1, shape[1]), q, scale.bfloat16())

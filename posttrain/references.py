@@ -75,14 +75,15 @@ def sequence_logp(model, sequences):
     # The completions are located on the CPU, because nonzero() on a GPU would wait for it.
     where = (targets >= 0).flatten().nonzero()[:, 0]
     targets = targets.flatten()[where]              # (n,)
-    idx, where, targets = (t.to(head.device, non_blocking=True) for t in (idx, where, targets))
+    # Not on MPS, which may read a tensor after it is freed (pytorch issue 189690).
+    idx, where, targets = (t.to(head.device, non_blocking=head.is_cuda) for t in (idx, where, targets))
     h = model.hidden(idx).flatten(0, 1)[where]      # (n, C), at the position before each token
     head = model.lm_head.weight                     # again, since sharded ranks have gathered it in hidden()
-    rows = chunk_rows(model.config.vocab_size, h.device)
-    chunks = zip(h.split(rows), targets.split(rows))
-    logp = [recompute(token_logp, *chunk, head, use_reentrant=False) for chunk in chunks]
-    lengths = [len(completion) for _, completion in sequences]
-    return torch.stack([part.sum() for part in torch.cat(logp).split(lengths)])
+    rows = chunk_rows(len(head), h.device)
+    logp = [recompute(token_logp, *chunk, head, use_reentrant=False)
+            for chunk in zip(h.split(rows), targets.split(rows))]
+    each = torch.cat(logp).split([len(completion) for _, completion in sequences])
+    return torch.stack([part.sum() for part in each])
 
 
 # -----------------------------------------------------------------------------

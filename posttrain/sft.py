@@ -132,7 +132,8 @@ def tensors(rows, device):
         found[0, n, :T] = ids
         found[1, n, :T - 1] = learnt[1:]
         found[2, n, :T] = np.repeat(np.arange(len(row)), lengths[n])
-    return torch.from_numpy(found).to(device, non_blocking=True)
+    # MPS may read `found` after it is freed (pytorch issue 189690).
+    return torch.from_numpy(found).to(device, non_blocking="cuda" in device)
 
 
 # -----------------------------------------------------------------------------

@@ -58,8 +58,7 @@ def test_the_conclusion_is_the_interval_of_the_differences_by_seed():
 def test_runs_take_the_visible_gpus_in_turn_and_keep_their_order(monkeypatch):
     monkeypatch.setattr(kit.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    found = kit.in_parallel(0, lambda n, device: n + device, "abc")
-    assert [*found] == ["a5", "b7", "c5"]
+    assert [*kit.in_parallel(0, lambda n, device: n + device, "abc")] == ["a5", "b7", "c5"]
     with pytest.raises(ValueError, match="jobs=-1"):
         kit.in_parallel(-1, print)
 

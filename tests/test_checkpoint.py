@@ -107,8 +107,7 @@ def test_a_step_is_loaded_to_the_device_where_torch_would_load_it(how):
     states = {0: dict(step=torch.tensor(4.0))}
     optimizer.load_state_dict(dict(optimizer.state_dict(), state=states))
     want = optimizer.state[param]["step"]
-    found = restore.empty_state(optimizer, param, want.shape, want.dtype)
-    assert found.device == want.device
+    assert restore.empty_state(optimizer, param, want.shape, want.dtype).device == want.device
 
 
 # -----------------------------------------------------------------------------

@@ -37,8 +37,7 @@ def rounded(x, form):
     bits, least, largest = form
     scale = (x.float().abs().max() / largest).double()
     z = x.double() / scale
-    exponent = z.abs().log2().floor().clamp(min=least)
-    step = torch.exp2(exponent - bits)
+    step = torch.exp2(z.abs().log2().floor().clamp(min=least) - bits)
     return (z / step).round() * step * scale
 
 

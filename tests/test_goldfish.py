@@ -18,8 +18,7 @@ def ids(*shape, high=131072, seed=0):
 def published(labels, k, h):
     """Which labels are kept, by the expression that Apertus ran (swiss-ai/Megatron-LM, apply_goldfish)."""
     uniform = torch.rand(1_000_003, generator=torch.Generator().manual_seed(2971215073))
-    products = labels.unfold(0, h, 1).prod(dim=-1)
-    forgotten = uniform[products % 1_000_003] < 1 / k
+    forgotten = uniform[labels.unfold(0, h, 1).prod(dim=-1) % 1_000_003] < 1 / k
     return torch.cat([torch.ones(h - 1, dtype=torch.bool), ~forgotten])
 
 
@@ -107,8 +106,7 @@ def test_the_finalizer_is_that_of_splitmix64():
 )
 def test_with_context_the_masks_of_windows_are_that_of_the_stream(hash, h):
     stream = ids(h - 1 + 8 * 64)
-    rows = stream.unfold(0, h - 1 + 64, 64)
-    context, windows = rows.split([h - 1, 64], dim=1)
+    context, windows = stream.unfold(0, h - 1 + 64, 64).split([h - 1, 64], dim=1)
     whole = goldfish_mask(stream, 4, h, hash)
     want = whole[h - 1 :].view(8, 64)
     assert torch.equal(goldfish_mask(windows, 4, h, hash, context), want)
@@ -129,8 +127,7 @@ def test_windows_that_differ_in_one_or_two_labels_never_collide():
     """As A is odd, a A^i + b A^j = 0 mod 2^64 means a A^(i-j) = -b, which no |a|, |b| < 2^17 fulfil."""
     a = np.arange(1, 2**17, dtype=np.uint64)
     for n in range(1, 50):
-        b = (a * np.uint64(pow(A, n, WRAP))).view(np.int64)
-        assert np.abs(b).min() >= 2**17
+        assert np.abs((a * np.uint64(pow(A, n, WRAP))).view(np.int64)).min() >= 2**17
 
 
 @pytest.mark.parametrize(
@@ -151,8 +148,7 @@ def test_the_command_prints_the_rates_of_a_text_and_a_passage_with_its_holes(tmp
     text = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 20
     (tmp_path / "austen.txt").write_text(text)
     done = script("goldfish.py", tmp_path / "austen.txt", "--tokenizer=byte", "--k=3", "--h=13", "--show=100")
-    labels = torch.tensor([1, *(64 + b for b in text.encode()), 2])
-    kept = published(labels, 3, 13)[12:].tolist()
+    kept = published(torch.tensor([1, *(64 + b for b in text.encode()), 2]), 3, 13)[12:].tolist()
     rate, holes, _, mix, *_ = done.stdout.split("\n")
     assert rate == f"product, k = 3, h = 13: drops {kept.count(False) / 1690:.2%} of 1,690 labels"
     assert holes == "".join(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import model  # noqa: F401  which sets torch's kernels
+import model
 from conftest import table
 from engine import decoding, gpus, hardware
 
@@ -109,7 +109,3 @@ def test_the_flops_of_a_gpu_are_its_vendors(monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
     assert gpus.usage(1e12) == dict(mfu=flops and pytest.approx(1e12 / flops), memory_gib=3.0)
-
-
-def test_cudnn_plans_no_attention():
-    assert not torch.backends.cuda.cudnn_sdp_enabled()

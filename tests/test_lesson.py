@@ -82,8 +82,7 @@ def test_a_judge_passes_our_file_fails_the_empty_one_and_names_each_mistake(less
     assert check(source) == (True, [])
     for mistake in row["mistakes"]:
         assert source.count(mistake["old"]) == 1
-        wrong = source.replace(mistake["old"], mistake["new"])
-        assert check(wrong) == (False, [mistake["says"]])
+        assert check(source.replace(mistake["old"], mistake["new"])) == (False, [mistake["says"]])
 
 
 def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path, monkeypatch, capfd):

@@ -88,8 +88,7 @@ def losses(out):
 
 @every_kind
 def test_killed_and_resumed_it_ends_in_the_same_bits(whole, run, tmp_path, kind):
-    again = run(kind, killed(whole(kind), tmp_path / "run", [0, 1, -2]))
-    assert equal(again, whole(kind))
+    assert equal(run(kind, killed(whole(kind), tmp_path / "run", [0, 1, -2])), whole(kind))
 
 
 @pytest.mark.parametrize("kind, done", [("adapted", 1), ("qrpo", 2)])

@@ -56,8 +56,7 @@ FILES = {
 def corpus(tmp_path_factory):
     """A corpus in which every reason for removal occurs: (folder, arguments, {id: text} of readable documents)."""
     root, every = put(tmp_path_factory.mktemp("corpus"), FILES), rows(150)
-    lines = write_lines(root / "b.jsonl", every).read_bytes()
-    put(root, {"in/b.jsonl.gz": gzip.compress(lines)})
+    put(root, {"in/b.jsonl.gz": gzip.compress(write_lines(root / "b.jsonl", every).read_bytes())})
     texts = {name: FILES[f"in/{name}"] for name in ("code.py", "note.txt")}
     texts |= {
         f"a.jsonl:{row['id']}": row["text"]

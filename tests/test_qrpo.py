@@ -211,8 +211,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm
 
 def test_references_on_disk_are_six_of_each_prompt_and_begin_behind_it(lab):
     """There are six prompts, two in each file."""
-    files = sorted((lab / "qrpo" / "references").glob("*/samples-2-*"))
-    sampled = sum(map(common.contents, files), [])
+    sampled = sum(map(common.contents, sorted((lab / "qrpo" / "references").glob("*/samples-2-*"))), [])
     assert [len(ids) for ids in sampled] == [6] * 6
     assert TOK.special["<|assistant_start|>"] not in {said[0] for ids in sampled for said in ids}
 

@@ -45,8 +45,7 @@ def test_flags_choose_the_text(lab, tmp_path):
     assert plain != said(hf, start, "--top_p=0", "--seed=1")
     greedy = said(hf, start, "--temperature=0")
     assert greedy == said(hf, start, "--top_k=1", "--top_p=0") != plain
-    several = said(hf, start, "--top_k=1", "--num_samples=2")
-    assert several == 2 * (greedy + "-" * 40 + "\n")
+    assert said(hf, start, "--top_k=1", "--num_samples=2") == 2 * (greedy + "-" * 40 + "\n")
 
 
 def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch):

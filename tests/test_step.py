@@ -116,8 +116,7 @@ def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, 
     for entry, n in zip(said, windows):
         restore.load(f"{out}/ckpt/step-{entry['step'] + 1:08d}", plain.model.float())
         idx, targets, _, doc = val.batch(0, n)
-        each = nll(plain.model, idx, targets, doc)
-        loss = each[idx != val.meta["eos"]].mean().item()
+        loss = nll(plain.model, idx, targets, doc)[idx != val.meta["eos"]].mean().item()
         found = entry["val_loss"], entry["val_bpb"]
         assert found == pytest.approx(
             (loss, val.bits_per_byte(loss)),

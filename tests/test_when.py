@@ -59,8 +59,7 @@ def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch,
             for tokens in (idx, targets)
         ]
         found = samples_of(data, f"{counted}/{file}.npy", first - begin, n, 10_077)
-        want = (inside[0] | inside[1]).any(1)
-        assert found.tolist() == np.flatnonzero(want.numpy()).tolist()
+        assert found.tolist() == np.flatnonzero((inside[0] | inside[1]).any(1).numpy()).tolist()
 
 
 def test_the_data_of_a_run_are_those_that_it_has_read(counted):

@@ -136,8 +136,7 @@ def test_bits_by_position_are_those_of_whole_logits(lab):
     text = "".join(chr(97 + i * i % 23) for i in range(400))
     documents = [("x", text), ("y", "short")]
     rows = evaluate.position_scores(model, tok, documents, 32, 12)
-    ids = torch.tensor(evaluate.text_ids(tok, text))
-    windows = ids[:-1].unfold(0, 33, 32)
+    windows = torch.tensor(evaluate.text_ids(tok, text))[:-1].unfold(0, 33, 32)
     with torch.no_grad():
         logits, _ = model(windows[:, :-1])
     nats = F.cross_entropy(logits.mT, windows[:, 1:], reduction="none")
