@@ -43,8 +43,8 @@ def pick_dtype(dtype, device):
     """
     float32 or bfloat16, as a torch.dtype. "auto" is bf16 on devices that multiply in it.
 
-    These are CPUs with AVX-512 BF16, such as all with AMX, and GPUs newer than T4 and V100, which emulate bf16 many times slower than
-    fp32.
+    These are CPUs with AVX-512 BF16, such as all with AMX, and GPUs newer than T4 and V100, which emulate bf16 many
+    times slower than fp32.
     """
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
