@@ -381,15 +381,16 @@ def read_bpe(path):
     Every id is the stored one, also of tokens that were added behind the vocabulary. ValueError, one line, if
     transformers would encode a text to other ids.
     """
-    folder = os.path.dirname(path) or "."
-    settings, config = beside(folder, "tokenizer_config.json"), beside(folder, "config.json")
-    # Apertus 1.5 has the ids of pictures and sound behind those of text. It has moved the names <think> and </think>
-    # from ids 32 and 33 to 69 and 70, which are control tokens although they are not among its added tokens.
-    most = (config.get("text_config") or {}).get("output_vocab_size") or math.inf
-    renamed = {"<think>", "</think>"}
-    byte = {c: bytes([b]) for b, c in letters().items()}
-    saved = read_json(path)
     try:
+        folder = os.path.dirname(path) or "."
+        settings, config = beside(folder, "tokenizer_config.json"), beside(folder, "config.json")
+        # Apertus 1.5 has the ids of pictures and sound behind those of text. It has moved the names <think> and
+        # </think> from ids 32 and 33 to 69 and 70, which are control tokens although they are not among its added
+        # tokens.
+        most = (config.get("text_config") or {}).get("output_vocab_size") or math.inf
+        renamed = {"<think>", "</think>"}
+        byte = {c: bytes([b]) for b, c in letters().items()}
+        saved = read_json(path)
         model = saved["model"]
         vocab = model.pop("vocab")
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.pop("merges")]
@@ -397,50 +398,51 @@ def read_bpe(path):
         id_of = vocab | {s: token["id"] for s, token in added.items()}
         spelled = sorted(vocab.keys() - added.keys() - renamed, key=vocab.get)
         pieces = [b"".join(byte[c] for c in s) for s in spelled]
-    except (KeyError, TypeError, AttributeError):
+        control = {s for s in added.keys() | vocab.keys() & renamed if id_of[s] < most}
+        # Ordinary text can produce added tokens that are not special, but of Apertus' control tokens only IN_TEXT.
+        in_text = {s for s in control & added.keys() if s in IN_TEXT or not (s in SPECIAL or added[s].get("special"))}
+
+        frame = json.loads(FRAME)
+        own = {key: value for key, value in model.items() if value and key not in ("unk_token", "fuse_unk")}
+        # The normalizer of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text.
+        normalizer = json.dumps(saved.get("normalizer"))
+        # transformers keeps the ids of the vocabulary, and numbers all other added tokens itself, from its end on.
+        there = [*vocab.items(), *zip([s for s in added if s not in vocab], itertools.count(len(vocab)))]
+        there += [(token["content"], int(i)) for i, token in settings.get("added_tokens_decoder", {}).items()]
+        moved = [s for s, i in there if id_of.get(s) != i]
+        # Of two tokens that overlap, transformers and tiktoken may take different ones. An empty one is found for ever.
+        odd = [s for s in in_text if not s or any(map(added[s].get, EXACT))
+               or any(t != s and (t in s or s in t) for t in added)]
+        faults = {
+            "it cuts text in another way":
+                own != frame["model"] or saved.get("pre_tokenizer") != frame["pre_tokenizer"],
+            "it normalizes text": re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', normalizer),
+            "it lacks some of the 256 bytes": not {*pieces}.issuperset(BYTES),
+            "its merges are not all pairs of its pieces in the order of their ids": merges != merges_of(spelled),
+            "two tokens have the same id": len({*id_of.values()}) < len(id_of),
+            f"it numbers {moved} by itself": moved,
+            f"its added tokens {odd} take white space with them, stand alone or overlap others": odd,
+        }
+        for fault, found in faults.items():
+            if found:
+                raise ValueError(f"{path}: {fault}: this program would make other ids of a text than transformers does")
+
+        # {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10
+        # <pad>. Their conversations use the ids of Apertus' chat tokens, but not the names.
+        mini = [*map(id_of.get, RESERVED)] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
+        names = dict(zip(RESERVED, CHAT)) if mini else {}
+        # By name, not by the ids in config.json: a Mini's says pad_token_id 3, which is [INST].
+        ends = [settings.get(key) or usual for key, usual in ENDS.items()]
+        ends = [end["content"] if isinstance(end, dict) else end for end in ends]
+        special = {names.get(s, s): id_of[s] for s in sorted(control, key=id_of.get)}
+        ids = [*map(vocab.get, spelled)]
+        tok = Tokenizer(f"bpe:{path}", pieces, special, ids, in_text, [names.get(s, s) for s in ends])
+        system, tok.foreign = chat_format(folder, settings.get("chat_template"))
+        tok.system = settings.get("default_system", system)
+        return tok
+    except (AttributeError, KeyError, TypeError, OverflowError):
         raise ValueError(f"{path} is not a byte-level BPE like Apertus'; if an older version of this program wrote it, "
                          "prepare the data again") from None
-    control = {s for s in added.keys() | vocab.keys() & renamed if id_of[s] < most}
-    # Ordinary text can produce added tokens that are not special, but of Apertus' control tokens only IN_TEXT.
-    in_text = {s for s in control & added.keys() if s in IN_TEXT or not (s in SPECIAL or added[s].get("special"))}
-
-    frame = json.loads(FRAME)
-    own = {key: value for key, value in model.items() if value and key not in ("unk_token", "fuse_unk")}
-    # The normalizer of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text.
-    normalizer = json.dumps(saved.get("normalizer"))
-    # transformers keeps the ids of the vocabulary, and numbers all other added tokens itself, from its end on.
-    there = [*vocab.items(), *zip([s for s in added if s not in vocab], itertools.count(len(vocab)))]
-    there += [(token["content"], int(i)) for i, token in settings.get("added_tokens_decoder", {}).items()]
-    moved = [s for s, i in there if id_of.get(s) != i]
-    # Of two tokens that overlap, transformers and tiktoken may take different ones.
-    odd = [s for s in in_text if any(map(added[s].get, EXACT))
-           or any(t != s and (t in s or s in t) for t in added)]
-    faults = {
-        "it cuts text in another way": own != frame["model"] or saved.get("pre_tokenizer") != frame["pre_tokenizer"],
-        "it normalizes text": re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', normalizer),
-        "it lacks some of the 256 bytes": not {*pieces}.issuperset(BYTES),
-        "its merges are not all pairs of its pieces in the order of their ids": merges != merges_of(spelled),
-        "two tokens have the same id": len({*id_of.values()}) < len(id_of),
-        f"it numbers {moved} by itself": moved,
-        f"its added tokens {odd} take white space with them, stand alone or overlap others": odd,
-    }
-    for fault, found in faults.items():
-        if found:
-            raise ValueError(f"{path}: {fault}: this program would make other ids of a text than transformers does")
-
-    # {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>.
-    # Their conversations use the ids of Apertus' chat tokens, but not the names.
-    mini = [*map(id_of.get, RESERVED)] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
-    names = dict(zip(RESERVED, CHAT)) if mini else {}
-    # By name, not by the ids in config.json: a Mini's says pad_token_id 3, which is [INST].
-    ends = [settings.get(key) or usual for key, usual in ENDS.items()]
-    ends = [end["content"] if isinstance(end, dict) else end for end in ends]
-    special = {names.get(s, s): id_of[s] for s in sorted(control, key=id_of.get)}
-    ids = [*map(vocab.get, spelled)]
-    tok = Tokenizer(f"bpe:{path}", pieces, special, ids, in_text, [names.get(s, s) for s in ends])
-    system, tok.foreign = chat_format(folder, settings.get("chat_template"))
-    tok.system = settings.get("default_system", system)
-    return tok
 
 
 # The published templates whose conversations chat.py can write: (sha256, or tokens by which they are known, system

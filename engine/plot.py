@@ -55,7 +55,7 @@ def points(folder, panels, x_axis):
         for key in panels:
             point = entry.get("seconds" if key == "minutes" else x_axis), entry.get(key)
             # A loss that is not finite is null in the log.
-            if None not in point:
+            if {*map(type, point)} <= {int, float}:
                 found[key].append(point)
     if not found:
         raise ValueError(f"{folder}/log.jsonl has no numbers yet: wait for the run's first step")
@@ -100,8 +100,8 @@ def curves(folders, picture, panels=PANELS):
             groups = np.array_split(found[key], min(found[key].shape[1], 100), axis=1)
             x, low, mean, high = np.transpose([(x.mean() / unit, y.min(), y.mean(), y.max()) for x, y in groups])
             axis.fill_between(x, low, high, color=f"C{n}", alpha=0.2)
-            name = f"{Path(folders[n]).name} {found[key][1, -1]:.5g}"
-            axis.plot(x, mean, color=f"C{n}", marker="." if len(x) < 100 else "", label=name)
+            axis.plot(x, mean, color=f"C{n}", marker="." if len(x) < 100 else "",
+                      label=f"{Path(folders[n]).name} {found[key][1, -1]:.5g}")
         axis.legend()
     finish(figure, picture)
 
