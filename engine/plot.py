@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.files import read_json
+from engine.files import make_folder, read_json
 from engine.runs import entry_of, settings_of
 
 paths = []             # run folders
@@ -76,8 +76,10 @@ def pyplot():
 
 
 def finish(figure, picture):
-    """Write a figure to a file, whose folder is made if need be, and free it."""
-    Path(picture).parent.mkdir(parents=True, exist_ok=True)
+    """Write a figure to a file, whose folder is made if need be, and free it. Replaces an older file."""
+    make_folder(Path(picture).parent)
+    # In a folder from somebody else it may be a link: what that leads to must stay.
+    Path(picture).unlink(missing_ok=True)
     figure.savefig(picture, dpi=110)
     pyplot().close(figure)
 
