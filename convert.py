@@ -280,13 +280,14 @@ def stored(path, model, device="cpu", dtype=None):
     constants = {name: torch.empty(()) for name in keys.keys() - params.keys()}
     for name, p in (params | constants).items():
         entry = saved[keys[name]]
-        # The rest of a tensor would be memory without a value. The sizes of parts are those of bytes in the file.
+        # A header may say where a part of a tensor lies in it: the file must hold as many numbers as the tensor.
         if sum(part.sizes.numel() for part in entry.chunks) != entry.size.numel():
             raise ValueError(f"{path}: {keys[name]} is stored in part only, or twice")
         same = entry.size == p.shape
         tensor = p.detach()
         if p.is_meta or not same:
-            tensor = torch.empty(entry.size, dtype=dtype or entry.properties.dtype, device=device)
+            # Zeros and not empty(): of parts that overlap, some rows would be what was in memory before.
+            tensor = torch.zeros(entry.size, dtype=dtype or entry.properties.dtype, device=device)
         dcp.load({keys[name]: tensor}, storage_reader=reader, no_dist=True)
         if not same:
             tensor = tensor.flatten()[:p.numel()].clone().view(p.shape)
