@@ -246,7 +246,8 @@ def split_url(url):
         return None, None
     address, host, path = m.groups()
     if address is None:
-        host = unicodedata.normalize("NFKC", unquote(host)).lower()
+        # The time of normalize() is quadratic in a run of accents. A longer host is none after it either.
+        host = unicodedata.normalize("NFKC", unquote(host)[:2_000]).lower()
         host = host.replace("\u3002", ".").removesuffix(".")
         # Encoded label by label, because Python's "idna" codec (IDNA 2003) maps straße.de to strasse.de.
         if not host.isascii():
@@ -528,11 +529,10 @@ def main():
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
         store = {}
         if robots.endswith(".txt"):
-            with open(robots, "rb") as f:
-                store = {host: f.read()}
+            store = {host: Path(robots).read_bytes()}
         elif robots:
             store = open_robots(robots)
-        groups = parse_robots(store.get(host) or b"") or {}
+        groups = parse_robots(store.get(host) or b"")
         refused = dict(refusals(path, groups, agents, explicit))
         for agent in agents:
             says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"

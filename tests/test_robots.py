@@ -135,8 +135,9 @@ def test_hostile_rules_and_urls_take_linear_time():
         content_usage=f"train-ai={spaces}n",
         url=f"//{''.join(map(chr, range(0x4E00, 0x9E00)))}"))
     deep = "[" * 100_000
-    nested = dict(headers=deep[:900] + "]" * 900, url="https://a.org/")
-    assert not reservation(nested, dict.fromkeys(FILES, {"a.org": deep}))
+    assert not reservation(
+        dict(headers=f"{deep[:900]}{']' * 900}", url="https://a.org/"),
+        dict.fromkeys(FILES, {"a.org": deep}))
 
 
 # The last hosts are by the package idna: encode(name, uts46=True).
