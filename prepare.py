@@ -171,9 +171,14 @@ def begin(folder, began):
     else:
         empty(folder.parent)
         folder.mkdir()
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     # Written anew, since a run may resume the work of a killed --dry_run.
-    write_json(path, dict(asked, key=key, files=found, ignored=ignored, began=began, command=command))
+    write_json(path, dict(
+        asked,
+        key=key,
+        files=found,
+        ignored=ignored,
+        began=began,
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]])))
     stages.work_of.cache_clear()
     work = stages.work_of(folder)
     work.data.mkdir(exist_ok=True)
