@@ -378,7 +378,7 @@ def load_any(name, device="cpu", dtype=None, base=""):
     dtype, base: as in load_hf; adapters keep their dtype.
     """
     folder = local(name)
-    with in_one_line(folder, ValueError, torch.OutOfMemoryError):
+    with in_one_line(folder, OSError, ValueError, torch.OutOfMemoryError):
         if is_adapters(folder):
             return load_adapters(folder, device, dtype, base)
         tok = load_for(folder)  # before the weights, which take minutes: an error comes early

@@ -133,12 +133,12 @@ def pair(tok, context, continuation, T):
 def validation_documents(folder):
     """(source, text) of each validation document of a data folder."""
     validation = TokenDataset(folder, "val", 1)
-    meta = validation.meta
     tok = load_for(folder)
     # The sources follow one another in the stream. A document is BOS, its text, and the end of text.
-    sources = (source for source, splits in meta["sources"].items() for _ in range(splits["val"]["documents"]))
+    sources = (source for source, splits in validation.meta["sources"].items()
+               for _ in range(splits["val"]["documents"]))
     ids = validation.streams[0].read(0, np.empty(validation.n_tokens, np.int64))
-    documents = np.split(ids, np.flatnonzero(ids == meta["bos"]))[1:]
+    documents = np.split(ids, np.flatnonzero(ids == validation.meta["bos"]))[1:]
     return [(source, tok.decode(document[1:-1])) for source, document in zip(sources, documents)]
 
 
