@@ -191,8 +191,8 @@ system: user:,system,assistant assistant:user,tool tool:assistant,tool
 """.split())}
 
 # Errors that odd content raises on its way to ids: a number instead of text, a picture, a block without its text, half
-# a surrogate pair. Such conversations are counted under the reason ODD.
-ODD_CONTENT = AttributeError, KeyError, TypeError, ValueError
+# a surrogate pair, a million brackets. Such conversations are counted under the reason ODD.
+ODD_CONTENT = AttributeError, KeyError, TypeError, ValueError, RecursionError
 ODD = "content that the chat format has no place for: want text or blocks"
 
 

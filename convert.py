@@ -27,7 +27,6 @@ read here:
 """
 
 import copy
-import glob
 import hashlib
 import itertools
 import json
@@ -47,6 +46,7 @@ from configurator import attached, checked, run
 from engine import restore
 from engine.attention import attend_on
 from engine.files import flush, make_folder, read_json, write_json
+from engine.readers import in_one_line
 from engine.runs import settings_of
 from model import XIELU, Apertus, ApertusConfig
 from tokenizer import TEMPLATE, hf_files, load_for, write_bpe
@@ -280,10 +280,14 @@ def stored(path, model, device="cpu", dtype=None):
     constants = {name: torch.empty(()) for name in keys.keys() - params.keys()}
     for name, p in (params | constants).items():
         entry = saved[keys[name]]
+        # A header may say where a part of a tensor lies in it: the file must hold as many numbers as the tensor.
+        if sum(part.sizes.numel() for part in entry.chunks) != entry.size.numel():
+            raise ValueError(f"{path}: {keys[name]} is stored in part only, or twice")
         same = entry.size == p.shape
         tensor = p.detach()
         if p.is_meta or not same:
-            tensor = torch.empty(entry.size, dtype=dtype or entry.properties.dtype, device=device)
+            # Zeros and not empty(): of parts that overlap, some rows would be what was in memory before.
+            tensor = torch.zeros(entry.size, dtype=dtype or entry.properties.dtype, device=device)
         dcp.load({keys[name]: tensor}, storage_reader=reader, no_dist=True)
         if not same:
             tensor = tensor.flatten()[:p.numel()].clone().view(p.shape)
@@ -317,8 +321,8 @@ def keys_in(path, saved, params, tied):
         have = list(entry.size) or [1]
         if keys[name] == "model.language_model.embed_tokens.weight":
             have[0] = min(have[0], want[0])
-        if have != want or len(entry.chunks) > 1:
-            raise ValueError(f"{path}: {keys[name]} is {have}, and config.json describes {want}; or two files have it")
+        if have != want:
+            raise ValueError(f"{path}: {keys[name]} is {have}, and config.json describes {want}")
     return keys
 
 
@@ -374,15 +378,16 @@ def load_any(name, device="cpu", dtype=None, base=""):
     dtype, base: as in load_hf; adapters keep their dtype.
     """
     folder = local(name)
-    if is_adapters(folder):
-        return load_adapters(folder, device, dtype, base)
-    tok = load_for(folder)  # before the weights, which take minutes: an error comes early
-    model = load_hf(folder, device, dtype, base)
-    ids, rows = tok.vocab_size, model.config.vocab_size
-    if not ids <= rows < ids + 1024:
-        raise ValueError(f"{folder}: the model has {rows} ids and its tokenizer {ids}: they do not belong together")
-    tok.vocab_size = rows  # rows that pad the embedding to a round number decode to nothing
-    return model, tok
+    with in_one_line(folder, OSError, ValueError, torch.OutOfMemoryError):
+        if is_adapters(folder):
+            return load_adapters(folder, device, dtype, base)
+        tok = load_for(folder)  # before the weights, which take minutes: an error comes early
+        model = load_hf(folder, device, dtype, base)
+        ids, rows = tok.vocab_size, model.config.vocab_size
+        if not ids <= rows < ids + 1024:
+            raise ValueError(f"{folder}: the model has {rows} ids and its tokenizer {ids}: they do not belong together")
+        tok.vocab_size = rows  # rows that pad the embedding to a round number decode to nothing
+        return model, tok
 
 
 def is_adapters(folder):
@@ -435,10 +440,11 @@ def start_of(name):
     path: a checkpoint or a Hugging Face folder, for fill(). ValueError for adapters, which are no whole model.
     """
     folder = local(name)
-    if is_adapters(folder):
-        raise ValueError(f"{name} holds adapters: merge them into their model first, "
-                         f"python convert.py --load={name} --save=FOLDER --merge")
-    return shape_in(folder), load_for(folder), weights_in(folder)
+    with in_one_line(folder, ValueError):
+        if is_adapters(folder):
+            raise ValueError(f"{name} holds adapters: merge them into their model first, "
+                             f"python convert.py --load={name} --save=FOLDER --merge")
+        return shape_in(folder), load_for(folder), weights_in(folder)
 
 
 def fingerprint(model):
@@ -491,7 +497,7 @@ def describe(folder, settings, shape, tok):
     plain = not variant and shape.activation == "xielu" and shape.qk_norm
     hf = config_to_hf(shape) if plain else dict(model_type=OWN)
     # Remove the exported weights of an earlier, shorter run: they are not those of the newest checkpoint.
-    for stale in glob.glob("model*.safetensors*", root_dir=folder):
+    for stale in os.listdir(folder):
         if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", stale):
             os.remove(f"{folder}/{stale}")
     write_json(f"{folder}/config.json", hf | write_texts(folder, tok) | {OWN: settings})

@@ -37,7 +37,7 @@ from chat import stop_ids
 from configurator import attached
 from data import TokenDataset
 from engine import readers
-from engine.files import read_json, write_json
+from engine.files import make_folder, read_json, write_json
 from engine.intervals import student, t_quantile, wilson
 from engine.runs import settings_of
 from generate import generate
@@ -133,12 +133,12 @@ def pair(tok, context, continuation, T):
 def validation_documents(folder):
     """(source, text) of each validation document of a data folder."""
     validation = TokenDataset(folder, "val", 1)
-    meta = validation.meta
     tok = load_for(folder)
     # The sources follow one another in the stream. A document is BOS, its text, and the end of text.
-    sources = [source for source, splits in meta["sources"].items() for _ in range(splits["val"]["documents"])]
+    sources = (source for source, splits in validation.meta["sources"].items()
+               for _ in range(splits["val"]["documents"]))
     ids = validation.streams[0].read(0, np.empty(validation.n_tokens, np.int64))
-    documents = np.split(ids, np.flatnonzero(ids == meta["bos"]))[1:]
+    documents = np.split(ids, np.flatnonzero(ids == validation.meta["bos"]))[1:]
     return [(source, tok.decode(document[1:-1])) for source, document in zip(sources, documents)]
 
 
@@ -443,7 +443,7 @@ def main():
     # JSON has no NaN: the interval of a single document is null.
     text = json.dumps(dict(model=init_from, base=base, against=against, rows=rows), default=np.generic.item)
     results = json.loads(text, parse_constant=lambda name: None)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     write_json(f"{folder}/evaluation.json", results)
     print(table_md(results["rows"]))
     print(f"wrote {folder}/evaluation.json")

@@ -171,9 +171,14 @@ def begin(folder, began):
     else:
         empty(folder.parent)
         folder.mkdir()
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     # Written anew, since a run may resume the work of a killed --dry_run.
-    write_json(path, dict(asked, key=key, files=found, ignored=ignored, began=began, command=command))
+    write_json(path, dict(
+        asked,
+        key=key,
+        files=found,
+        ignored=ignored,
+        began=began,
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]])))
     stages.work_of.cache_clear()
     work = stages.work_of(folder)
     work.data.mkdir(exist_ok=True)
@@ -253,7 +258,7 @@ def local_stage(name, work):
 
 def processes():
     """The number of worker processes: --workers, or one for each core that this process may use."""
-    return workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 
 
 def each(name, numbers, folder, workers):
@@ -291,14 +296,14 @@ def end_with_the_main_process():
 
 def say(report, seconds):
     """Print the sums, what could not be read, and where the report is."""
-    t, outputs = report["total"], report["outputs"]
+    t = report["total"]
     removed = "".join(f" + {n:,} {reason}" for reason, (n, _) in t["removed"].items())
     print(f"{counted(t['documents_in'], 'document')} in = {t['documents']:,} kept{removed}")
     for problem, (n, first) in report["unreadable"].items():
         print(f"{n:,} could not be read: {problem}, such as {first}")
     print(f"{out}: {counted(t['tokens'], 'token')}, {t['written'] / max(t['tokens'], 1):.2f} bytes each, of "
-          f"{report['run']['tokenizer']}, in {counted(len(outputs['shards']), 'shard')}; report: {out}/report.md   "
-          f"{seconds:.0f} s, {t['bytes_in'] / 1e6 / seconds:.1f} MB/s")
+          f"{report['run']['tokenizer']}, in {counted(len(report['outputs']['shards']), 'shard')}; "
+          f"report: {out}/report.md   {seconds:.0f} s, {t['bytes_in'] / 1e6 / seconds:.1f} MB/s")
 
 
 if __name__ == "__main__":

@@ -379,8 +379,17 @@ def read_bpe(path):
     The Tokenizer in a tokenizer.json, with the tokenizer_config.json, config.json and chat template next to it, if any.
 
     Every id is the stored one, also of tokens that were added behind the vocabulary. ValueError, one line, if
-    transformers would encode a text to other ids.
+    transformers would encode a text to other ids, or if a file has another form.
     """
+    try:
+        return of_files(path)
+    except (AttributeError, KeyError, TypeError, OverflowError):
+        raise ValueError(f"{path} is not a byte-level BPE like Apertus'; if an older version of this program wrote it, "
+                         "prepare the data again") from None
+
+
+def of_files(path):
+    """read_bpe(), which gives files of another form an error of one line."""
     folder = os.path.dirname(path) or "."
     settings, config = beside(folder, "tokenizer_config.json"), beside(folder, "config.json")
     # Apertus 1.5 has the ids of pictures and sound behind those of text. It has moved the names <think> and </think>
@@ -389,17 +398,13 @@ def read_bpe(path):
     renamed = {"<think>", "</think>"}
     byte = {c: bytes([b]) for b, c in letters().items()}
     saved = read_json(path)
-    try:
-        model = saved["model"]
-        vocab = model.pop("vocab")
-        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.pop("merges")]
-        added = {token["content"]: token for token in saved["added_tokens"]}
-        id_of = vocab | {s: token["id"] for s, token in added.items()}
-        spelled = sorted(vocab.keys() - added.keys() - renamed, key=vocab.get)
-        pieces = [b"".join(byte[c] for c in s) for s in spelled]
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is not a byte-level BPE like Apertus'; if an older version of this program wrote it, "
-                         "prepare the data again") from None
+    model = saved["model"]
+    vocab = model.pop("vocab")
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.pop("merges")]
+    added = {token["content"]: token for token in saved["added_tokens"]}
+    id_of = vocab | {s: token["id"] for s, token in added.items()}
+    spelled = sorted(vocab.keys() - added.keys() - renamed, key=vocab.get)
+    pieces = [b"".join(byte[c] for c in s) for s in spelled]
     control = {s for s in added.keys() | vocab.keys() & renamed if id_of[s] < most}
     # Ordinary text can produce added tokens that are not special, but of Apertus' control tokens only IN_TEXT.
     in_text = {s for s in control & added.keys() if s in IN_TEXT or not (s in SPECIAL or added[s].get("special"))}
@@ -412,8 +417,8 @@ def read_bpe(path):
     there = [*vocab.items(), *zip([s for s in added if s not in vocab], itertools.count(len(vocab)))]
     there += [(token["content"], int(i)) for i, token in settings.get("added_tokens_decoder", {}).items()]
     moved = [s for s, i in there if id_of.get(s) != i]
-    # Of two tokens that overlap, transformers and tiktoken may take different ones.
-    odd = [s for s in in_text if any(map(added[s].get, EXACT))
+    # Of two tokens that overlap, transformers and tiktoken may take different ones. An empty one is found for ever.
+    odd = [s for s in in_text if not s or any(map(added[s].get, EXACT))
            or any(t != s and (t in s or s in t) for t in added)]
     faults = {
         "it cuts text in another way": own != frame["model"] or saved.get("pre_tokenizer") != frame["pre_tokenizer"],

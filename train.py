@@ -23,7 +23,6 @@ with a function that builds the model, and replace functions of this file by the
 """
 
 import itertools
-import json
 import math
 import os
 import statistics
@@ -40,7 +39,7 @@ from ademamix import build_optimizer
 from configurator import run as run_script, settings
 from data import TokenDataset, started_stages
 from engine import checkpoint, runs
-from engine.files import write_flushed
+from engine.files import write_json
 from engine.parallel import (
     Ranks, add_gradients, distribute, drop_gathered, gradients, orderly_exit, reduce_after, square_norm, stop_signals
 )
@@ -431,7 +430,7 @@ def conclude(run):
     if run.summary:
         import convert
         convert.complete(out)
-        write_flushed(f"{out}/summary.json", json.dumps(run.summary, indent=1))
+        write_json(f"{out}/summary.json", run.summary)
     if run.speeds or run.summary:
         from engine import plot                            # here, since matplotlib takes a second
         plot.curves([out], f"{out}/loss.png")

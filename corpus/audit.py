@@ -23,6 +23,7 @@ from corpus.ledger import counted, described, ledger, rows_of, sums, total
 from corpus.shards import shards_of
 from engine.files import read_text, sha256
 from engine.plot import entries
+from engine.readers import in_one_line
 from engine.runs import settings_of
 
 paths = []                          # data folders; none: data/stdlib
@@ -46,7 +47,7 @@ def verify(folder):
     by_shard = rows.group_by("shard").aggregate([("offset", "list")])
     listed = dict(zip(by_shard["shard"].to_pylist(), by_shard["offset_list"].to_pylist()))
     for shard in tqdm(shards_of(meta), "shards", unit="shard", disable=None, leave=False):
-        path = os.path.join(folder, shard["file"])
+        path = f"{folder}/{shard['file']}"
         if sha256(path) != shard["sha256"]:
             raise ValueError(f"{path} has changed since prepare.py wrote it: another sha256")
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -164,10 +165,11 @@ def main():
     if when and not find:
         raise ValueError(f"when={when}: say which document: --find=ID, URL, text or file")
     for folder in paths or ["data/stdlib"]:
-        if find:
-            ask(folder)
-            continue
-        t = verify(folder)[1]["total"]
+        with in_one_line(folder, ValueError):
+            if find:
+                ask(folder)
+                continue
+            t = verify(folder)[1]["total"]
         print(f"{folder}: {counted(t['documents_in'], 'document')} in = {t['documents']:,} kept + "
               f"{t['documents_in'] - t['documents']:,} removed; {counted(t['tokens'], 'token')}; all hashes as written")
 

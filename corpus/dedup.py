@@ -20,6 +20,7 @@ from hashlib import blake2b
 from itertools import chain, islice
 
 import numpy as np
+import regex
 
 from engine.readers import rows_of
 
@@ -27,6 +28,9 @@ from engine.readers import rows_of
 LONG = 1_000_000
 # Longer texts are read in pieces, to bound the memory. A piece ends before white space if there is any near.
 PIECE = re.compile(r".{1,1000000}(\S{0,999}(?=\s))?", re.DOTALL)
+# More accents on a letter than any text has. The time of normalize() is quadratic in their number, so the rest is left
+# out.
+ACCENTS = regex.compile(r"(\p{M}{999})\p{M}+")
 
 # Letters: n texts; N bytes or words of all texts, concatenated.
 
@@ -43,7 +47,7 @@ def fingerprint(text):
     """
     digest = blake2b(digest_size=16)
     for match in PIECE.finditer(text):
-        normal = " ".join(unicodedata.normalize("NFC", match[0]).split())
+        normal = " ".join(unicodedata.normalize("NFC", ACCENTS.sub(r"\1", match[0])).split())
         # Restore the white space before a later piece, which split() has removed.
         if match.start() and normal:
             normal = " " + normal

@@ -97,12 +97,14 @@ def renamed(row, folder, names, final):
 def joined_report(parts, out):
     """The reports of all parts as one, for write_account()."""
     ignored, asked = {}, [part["robots"] for part in parts if part["robots"]]
-    commands = [part["run"]["command"] for part in parts]
     for part in parts:
         for kind, names in part["ignored"].items():
             ignored.setdefault(kind, []).extend(names)
     return dict(
-        run=dict(parts[0]["run"], out=os.path.normpath(out), command="\n".join(commands)),
+        run=dict(
+            parts[0]["run"],
+            out=os.path.normpath(out),
+            command="\n".join(part["run"]["command"] for part in parts)),
         inputs=[file for part in parts for file in part["inputs"]],
         ignored=ignored,
         rule=" ".join(sorted({part["rule"] for part in parts})),

@@ -229,8 +229,8 @@ def compiled(disallows, written, strict=False):
 _URL = re.compile(r"(?i)(?:(?:(?:https?|ftp):)?//|(?=[^/?#:@\s.]+\.[^/?#:@\s]+(?::\d*)?(?:[/?#]|$)))"
                   r"(?:[^/?#]*@)?(?:\[([^\]@/?#]*)\][:0-9]*|([^:@/?#]*)(?::[0-9]*)?)(?![^/?#])([^#]*)")
 _HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
-# A whole label that is not ASCII.
-_FOREIGN = re.compile(r"(?<![^.])[^.]*[^.\0-\x7f][^.]*")
+# A whole label that is not ASCII. Longer ones are no host, and to encode them would take quadratic time.
+_FOREIGN = re.compile(r"(?<![^.])(?=[^.]{1,63}(?![^.]))[^.]*[^.\0-\x7f][^.]*")
 _NOT_PLAIN = re.compile(r"(?:%[0-9A-Fa-f]{2}|[^!-~])+")
 
 
@@ -246,7 +246,8 @@ def split_url(url):
         return None, None
     address, host, path = m.groups()
     if address is None:
-        host = unicodedata.normalize("NFKC", unquote(host)).lower()
+        # The time of normalize() is quadratic in a run of accents. A longer host is none after it either.
+        host = unicodedata.normalize("NFKC", unquote(host)[:2_000]).lower()
         host = host.replace("\u3002", ".").removesuffix(".")
         # Encoded label by label, because Python's "idna" codec (IDNA 2003) maps straße.de to strasse.de.
         if not host.isascii():
@@ -394,7 +395,7 @@ def statements(doc):
     if isinstance(headers, str):
         try:
             headers = json.loads(headers)
-        except (ValueError, RecursionError):
+        except Exception:                                  # no JSON, or too deep
             headers = headers.replace("\r", "\n")
     columns = [(name.replace("_", "-"), doc[name]) for name in COLUMNS[1:] if name in doc]
     # A user's column may also be called metas: only a list is ours.
@@ -403,11 +404,17 @@ def statements(doc):
 
 
 def as_text(value, separator=", ", *others):
-    """Nested lists as text: the separator joins the parts of value, the first of the others their parts, and so on."""
+    """
+    Nested lists as text: the separator joins the parts of value, the first of the others their parts, and so on. What
+    lies too deep for Python has no text.
+    """
     if isinstance(value, dict):
         value = list(value.items())
     if isinstance(value, (list, tuple)):
-        return separator.join(as_text(part, *others) for part in value)
+        try:
+            return separator.join(as_text(part, *others) for part in value)
+        except RecursionError:
+            return ""
     # A column of numbers with missing values holds floats: 1.0 for 1.
     return str(int(value) if value in (0, 1) else value).strip()
 
@@ -418,7 +425,7 @@ def parse_tdmrep(content):
     """[rule of compiled()] of a tdmrep.json, in the file's order; [] if it is something else."""
     try:
         rows = [row for row in json.loads(content) if isinstance(row, dict)]
-    except (TypeError, ValueError, RecursionError):
+    except Exception:                                      # the file may hold anything
         return []
     rules = []
     for row in rows:
@@ -522,11 +529,10 @@ def main():
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
         store = {}
         if robots.endswith(".txt"):
-            with open(robots, "rb") as f:
-                store = {host: f.read()}
+            store = {host: Path(robots).read_bytes()}
         elif robots:
             store = open_robots(robots)
-        groups = parse_robots(store.get(host) or b"") or {}
+        groups = parse_robots(store.get(host) or b"")
         refused = dict(refusals(path, groups, agents, explicit))
         for agent in agents:
             says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"

@@ -145,7 +145,7 @@ def as_number(doc, field):
     value = column(doc, field)
     try:
         return None if value in (None, "") else float(value)
-    except (TypeError, ValueError):
+    except Exception:                                      # also of 10**400
         raise ValueError(f"column {field}: {str(value)[:60]!r} where a number was expected") from None
 
 

@@ -47,9 +47,8 @@ def withdraw(path, out, final, tmp):
     new = tmp / "data"
     new.mkdir()
     streams = cut(final, new, meta, rows)
-    for name in ("tokenizer.json", "probes.json"):
-        if (final / name).is_file():
-            shutil.copy(final / name, new)
+    for name in {"tokenizer.json", "probes.json"} & {*os.listdir(final)}:
+        shutil.copy(final / name, new)
     report = write_account(new, meta, streams, report)
     verify(new)
     publish(final, tmp)

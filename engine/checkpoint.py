@@ -59,7 +59,7 @@ def on_all_ranks(do, group):
     try:
         result = do()
     # torch wraps the error of a full disk in a CheckpointException, which is a BaseException.
-    except (OSError, RuntimeError, ValueError, CheckpointException) as e:
+    except (Exception, CheckpointException) as e:          # of any kind: the others would wait for this rank
         result = OSError((str(e) or repr(e)).splitlines()[-1])
     results = gather(result, group)
     for error in results:

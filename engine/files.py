@@ -58,8 +58,11 @@ def write_flushed(path, content, shared=False):
     """
     content = content.encode() if isinstance(content, str) else content
     tmp = f"{path}.{os.urandom(4).hex()}.tmp" if shared else f"{path}.tmp"
+    # It may be left over, or a link in a folder from somebody else: what that leads to must stay.
+    with contextlib.suppress(OSError):
+        os.remove(tmp)
     try:
-        with open(tmp, "wb") as f:
+        with open(tmp, "xb") as f:
             f.write(content)
             f.flush()
             os.fsync(f.fileno())
@@ -83,8 +86,7 @@ def make_folder(path):
     holder = os.path.dirname(os.path.abspath(path))
     make_folder(holder)
     # Another process may make it at the same time.
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path)
+    os.makedirs(path, exist_ok=True)
     flush(holder)
 
 
@@ -104,7 +106,8 @@ def lock(path, advice):
 
     ValueError: another process has it. A file system without locks (NFS without lockd, Windows) is a warning.
     """
-    file = open(path, "w")
+    # "a" and not "w": the file may be a link, in a folder from somebody else, and what it leads to must stay.
+    file = open(path, "a")
     try:
         import fcntl
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

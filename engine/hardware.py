@@ -73,7 +73,7 @@ def keep_freed_memory():
     Memory of tensors above 32 MB is still returned, since glibc allows no larger M_MMAP_THRESHOLD. It has to be set
     because setting M_TRIM_THRESHOLD alone freezes it at 128 KB. Other C libraries stay as they are.
     """
-    with contextlib.suppress(AttributeError, OSError, TypeError):        # no glibc
+    with contextlib.suppress(Exception):                                 # no glibc
         malloc_option = ctypes.CDLL(None).mallopt
         malloc_option(-3, 2**25)                                         # M_MMAP_THRESHOLD, in bytes
         malloc_option(-1, 2**31 - 1)                                     # M_TRIM_THRESHOLD

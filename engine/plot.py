@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.files import read_json
+from engine.files import make_folder, read_json
 from engine.runs import entry_of, settings_of
 
 paths = []             # run folders
@@ -55,7 +55,7 @@ def points(folder, panels, x_axis):
         for key in panels:
             point = entry.get("seconds" if key == "minutes" else x_axis), entry.get(key)
             # A loss that is not finite is null in the log.
-            if None not in point:
+            if {*map(type, point)} <= {int, float}:
                 found[key].append(point)
     if not found:
         raise ValueError(f"{folder}/log.jsonl has no numbers yet: wait for the run's first step")
@@ -76,8 +76,10 @@ def pyplot():
 
 
 def finish(figure, picture):
-    """Write a figure to a file, whose folder is made if need be, and free it."""
-    Path(picture).parent.mkdir(parents=True, exist_ok=True)
+    """Write a figure to a file, whose folder is made if need be, and free it. Replaces an older file."""
+    make_folder(Path(picture).parent)
+    # In a folder from somebody else it may be a link: what that leads to must stay.
+    Path(picture).unlink(missing_ok=True)
     figure.savefig(picture, dpi=110)
     pyplot().close(figure)
 
@@ -100,8 +102,8 @@ def curves(folders, picture, panels=PANELS):
             groups = np.array_split(found[key], min(found[key].shape[1], 100), axis=1)
             x, low, mean, high = np.transpose([(x.mean() / unit, y.min(), y.mean(), y.max()) for x, y in groups])
             axis.fill_between(x, low, high, color=f"C{n}", alpha=0.2)
-            name = f"{Path(folders[n]).name} {found[key][1, -1]:.5g}"
-            axis.plot(x, mean, color=f"C{n}", marker="." if len(x) < 100 else "", label=name)
+            axis.plot(x, mean, color=f"C{n}", marker="." if len(x) < 100 else "",
+                      label=f"{Path(folders[n]).name} {found[key][1, -1]:.5g}")
         axis.legend()
     finish(figure, picture)
 

@@ -82,11 +82,14 @@ def kind_of(path):
 
 
 @contextlib.contextmanager
-def in_one_line(path):
-    """Raise an error about a file as a ValueError of one line. The errors of the libraries share no class."""
+def in_one_line(path, *passed):
+    """
+    Raise an error about a file as a ValueError of one line. The errors of the libraries share no class. passed: classes
+    of errors that stay as they are.
+    """
     try:
         yield
-    except (FileNotFoundError, ModuleNotFoundError):
+    except (FileNotFoundError, ModuleNotFoundError, *passed):
         raise
     except Exception as error:
         # Our own errors are one line already.

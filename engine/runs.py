@@ -64,7 +64,7 @@ def entry_of(line):
     try:
         entry = json.loads(line)
         return entry if line.endswith("\n") and type(entry["step"]) is int else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except Exception:                                      # of any kind, as damage has
         return None
 
 

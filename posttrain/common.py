@@ -146,7 +146,7 @@ def contents(file):
     """The value in a JSON file. ValueError, one line, if it is damaged."""
     try:
         return json.loads(read_text(file))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{file} is damaged: delete it, and it will be made again") from None
 
 

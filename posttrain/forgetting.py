@@ -14,7 +14,6 @@ $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl --ol
 $ python train.py --init_from=out/laptop --data=data/mine --out=out/mine --old=data/stdlib      # at every validation
 """
 
-import json
 import math
 import os
 
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 import evaluate
-from engine.files import read_json, sha256_of, write_flushed
+from engine.files import read_json, sha256_of, write_json
 from engine.parallel import drop_gathered
 
 
@@ -66,7 +65,7 @@ class Old:
         if self.before is None:
             self.before = self.bits
             if ranks.first:
-                write_flushed(self.file, json.dumps(dict(old=self.path, hash=self.hash, bits=self.bits.tolist())))
+                write_json(self.file, dict(old=self.path, hash=self.hash, bits=self.bits.tolist()))
         return dict(old_bpb=self.bits.sum() / self.sizes.sum())
 
     def recall(self):

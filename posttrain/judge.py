@@ -52,6 +52,7 @@ TOP = 5                         # the best answers, which are also compared in p
 BLANK = 1.0                     # score of an empty answer
 SILENT = 0.05                   # error: all digits together have a lower mean probability
 WAIT = 2.0                      # seconds before a failed request is repeated
+MOST = 1 << 24                  # bytes of an answer; what is cut there is no JSON
 DATE = "2025-09-02"             # "Current date" of Apertus' system message; fixed, so that scores are reproducible
 
 # Control tokens of common templates: <|im_end|>, </s>, <start_of_turn>, [INST].
@@ -201,7 +202,8 @@ class Local:
 
 class Server:
     """
-    A model behind an OpenAI-compatible address, http://HOST/v1#NAME; $OPENAI_API_KEY, if set, is sent along.
+    A model behind an OpenAI-compatible address, http://HOST/v1#NAME; $OPENAI_API_KEY, if set, is sent to it, but not to
+    an address to which it redirects.
 
     Temperature 1: some servers list log-probs after the temperature, others before. The sampled token does not matter.
     """
@@ -232,21 +234,21 @@ class Server:
         try:
             for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
                 p[entry["token"].strip()] += math.exp(entry["logprob"])
-        except (AttributeError, LookupError, TypeError):
+        except Exception:                   # anything may come from a network
             raise ValueError(f"{self.url} lists no log-probs ({str(answer)[:80]}): take another server") from None
         return p
 
     def post(self, **body):
         """The JSON that /chat/completions returns. OSError after three errors."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY", "").strip():
-            headers["Authorization"] = f"Bearer {key}"
         url = f"{self.url.rstrip('/')}/chat/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        # A key has no white space. With a line break in it, the error of http.client would print all of it.
+        if key := os.environ.get("OPENAI_API_KEY", "").split():
+            request.add_unredirected_header("Authorization", f"Bearer {key[0]}")
         for left in 2, 1, 0:
             try:
                 with urllib.request.urlopen(request, timeout=600) as answer:
-                    return json.load(answer)
+                    return json.loads(answer.read(MOST))
             except Exception as e:          # anything may come from a network
                 if not left:
                     raise OSError(f"{url} does not answer ({e}): start it, or correct the address or the "

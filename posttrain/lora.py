@@ -20,7 +20,6 @@ $ python convert.py --load=out/sft --save=out/merged --merge
 """
 
 import contextlib
-import json
 import math
 import os
 
@@ -29,7 +28,7 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 
-from engine.files import read_json, write_flushed
+from engine.files import read_json, write_flushed, write_json
 from engine.restore import place
 from model import Linear, generator_of
 from posttrain.quantised import matrices
@@ -74,12 +73,13 @@ def adapters_of(config):
     return dict(r=r, lora_alpha=config["lora_alpha"], target_modules=wanted, use_rslora=config["lora_rs"])
 
 
-def adapt(model, settings):
+def adapt(model, settings, seed=28):
     """
     Freeze a model and add adapters to the matrices of its blocks whose names end in one of the target_modules. Changes
     the model; returns it.
 
-    On the meta device the adapters have no values yet: call draw() when they have memory.
+    seed: of draw(); None: the adapters have no values yet. On the meta device they have none either: call draw() when
+    they have memory.
     """
     r, targets = settings["r"], tuple(settings["target_modules"])
     share = math.sqrt(r) if settings.get("use_rslora") else r
@@ -92,7 +92,8 @@ def adapt(model, settings):
         layer.lora_A = Linear(layer.in_features, r).to(device)
         layer.lora_B = Linear(r, layer.out_features).to(device)
         layer.scale = settings["lora_alpha"] / share
-    draw(model, 28)
+    if seed is not None:
+        draw(model, seed)
     return model
 
 
@@ -171,7 +172,7 @@ def save(model, settings, folder, base, base_hash, write=True):
     content = safetensors_bytes(tensors, metadata={"format": "pt", "base": base_hash})
     write_flushed(f"{folder}/adapter_model.safetensors", content)
     config = settings | dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base)
-    write_flushed(f"{folder}/adapter_config.json", json.dumps(config, indent=1))
+    write_json(f"{folder}/adapter_config.json", config)
 
 
 def read_settings(folder):
@@ -211,7 +212,8 @@ def load(model, folder, base_hash=""):
         raise ValueError(f"{path} was trained on other weights than those of {base} today: their hashes are "
                          f"{trained_on[:16]} and {base_hash[:16]}")
     matrices = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
-    adapt(model, settings | dict(target_modules=sorted(matrices)))
+    # Without values the adapters take no memory yet, however large the file says that they are.
+    adapt(model, settings | dict(target_modules=sorted(matrices)), None)
     own = tensors_of(model)
     for name in sorted(own | tensors):
         theirs, ours = (list(some[name].shape) if name in some else None for some in (tensors, own))

@@ -33,7 +33,7 @@ def block(kind, part, tok):
     try:
         calls = [dict(name=name, arguments=as_json(value))
                  for call in json.loads(text) for name, value in call.items()]
-    except (ValueError, AttributeError, TypeError):
+    except Exception:
         calls = [dict(name="", arguments=json.dumps(text))]            # not the JSON of a call: kept as it is
     return dict(type=kind, calls=calls)
 

@@ -255,6 +255,7 @@ def test_a_pickle_behind_hashes_that_hold_is_refused_and_leaves_no_mark(path, mo
 
 def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
     path, opened = tmp_path / "config.json", os.listdir("/proc/self/fd")
+    (tmp_path / "config.json.tmp").symlink_to("elsewhere")
     files.write_flushed(path, "0\n1\n2\n")
     assert os.listdir("/proc/self/fd") == opened
     monkeypatch.setattr(files.os, "fsync", full)

@@ -129,7 +129,7 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
     Charter, instruction, question without system and thoughts, response, instruction: the last word is ours, even if an
     answer gives orders.
     """
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\nof another line")
     by, requests = served(rule)
     blocks = [
         dict(type="thoughts", text="hm"),
@@ -146,7 +146,7 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
     for text, request in requests:
         assert re.fullmatch(order, text)
         assert request.full_url == "http://host/v1/chat/completions"
-        assert request.headers["Authorization"] == "Bearer secret"
+        assert request.unredirected_hdrs["Authorization"] == "Bearer secret"
         assert request.data.decode().endswith(SETTINGS)
 
 
@@ -169,7 +169,7 @@ THINKS = {"<think>": -0.01, "Okay": -5.0}
 @pytest.mark.parametrize("answer, says, times", [
     (THINKS, "does not answer with a digit: all nine have 0.000", 1),
     (503, "503: No", 3),
-    ({"5": None}, "lists no log-probs", 1),
+    ({"5": 1e9}, "lists no log-probs", 1),
     ({"5": math.nan}, "not finite", 1)
 ])
 def test_a_server_that_says_no_digit_is_an_error(served, answer, says, times):
@@ -205,12 +205,8 @@ def test_probabilities_are_those_of_transformers(model):
     ids = torch.tensor([by.ids("hello")])
     assert "hello<|user_end|><|assistant_start|>" in tok.decode(ids[0])
     p = transformers.AutoModelForCausalLM.from_pretrained(model)(ids).logits[0, -1].softmax(-1)
-    spelled = [
-        tok.decode(i).strip()
-        for i in range(len(tok))
-    ]
     want = [
-        sum(p[i].item() for i, text in enumerate(spelled) if text == word)
+        sum(p[i].item() for i in range(len(tok)) if tok.decode(i).strip() == word)
         for word in "A19"
     ]
     assert by.logp(["another", "hello"], "A19", 0)[1].exp().tolist() == pytest.approx(want, rel=1e-5)

@@ -130,9 +130,14 @@ def test_hostile_rules_and_urls_take_linear_time():
     robots = f"User-agent: *\nDisallow: {rule}\n"
     assert allowed(robots, "x", path) and not allowed(robots, "x", path + "b")
     assert may_train_on("https://a.org/", spaces + "\n" + spaces) == (True, "allowed")
-    assert not reservation(dict(x_robots_tag=f"{spaces}noai{spaces}x", content_usage=f"train-ai={spaces}n"))
+    assert not reservation(dict(
+        x_robots_tag=f"{spaces}noai{spaces}x",
+        content_usage=f"train-ai={spaces}n",
+        url=f"//{''.join(map(chr, range(0x4E00, 0x9E00)))}"))
     deep = "[" * 100_000
-    assert not reservation(dict(headers=deep, url="https://a.org/"), dict.fromkeys(FILES, {"a.org": deep}))
+    assert not reservation(
+        dict(headers=f"{deep[:900]}{']' * 900}", url="https://a.org/"),
+        dict.fromkeys(FILES, {"a.org": deep}))
 
 
 # The last hosts are by the package idna: encode(name, uts46=True).
