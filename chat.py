@@ -245,9 +245,9 @@ def prompt_ids(tok, row, date=None):
 
 def describe_dropped(bad, kept, what):
     """How many items were left out and why, in one line. bad: [(reason, place)]; what: their name, plural."""
-    n = len(bad)
     first = dict(reversed(bad))
-    counts = Counter(why for why, _ in bad)
-    reasons = "; ".join(f"{times} {why} (first in {first[why]})" for why, times in counts.items())
-    head = f"left out {n} of {n + kept} {what}" if kept else f"none of {n} {what} can be learnt from"
+    reasons = "; ".join(f"{times} {why} (first in {first[why]})"
+                        for why, times in Counter(why for why, _ in bad).items())
+    head = (f"left out {len(bad)} of {len(bad) + kept} {what}" if kept else
+            f"none of {len(bad)} {what} can be learnt from")
     return f"{head}: {reasons}"

@@ -376,8 +376,8 @@ def table_md(rows):
     """The rows of the results as a Markdown table; a cell without a value is empty."""
     table = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in rows:
-        values = [row.get(key) for key in COLUMNS]
-        table.append(["" if x is None else f"{x:.3f}" if isinstance(x, float) else str(x) for x in values])
+        table.append(["" if x is None else f"{x:.3f}" if isinstance(x, float) else str(x)
+                      for x in map(row.get, COLUMNS)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
