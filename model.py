@@ -52,8 +52,8 @@ class ApertusConfig:
     init_std: float = 0.008944      # 0.02 / sqrt(5) for both sizes; narrow models need more (configs/laptop.py)
 
     def __post_init__(self):
-        if not 0 < self.n_layer <= 10_000 or min(self.n_embd, self.ffn_dim) < 1:
-            raise ValueError("n_layer, n_embd and ffn_dim must be at least 1, and n_layer at most 10,000")
+        if min(self.n_layer, self.n_embd, self.ffn_dim) < 1:
+            raise ValueError("n_layer, n_embd and ffn_dim must be at least 1")
         for big, small in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
             a, b = getattr(self, big), getattr(self, small)
             if b < 1 or a % b:

@@ -32,7 +32,7 @@ def test_any_number_of_tasks_makes_the_same_folder_also_after_a_failure(texts, t
     Writing the first shards fails, then the same command resumes. A mistake in the settings leaves no file.
     """
     refused = script("corpus.cluster", *flags(texts), f"--out={tmp_path}/data", "--score_field=fame")
-    assert "\ncluster.py: no column fame" in refused.stderr and not os.listdir(tmp_path)
+    assert "cluster.py: no column fame" in refused.stderr and not os.listdir(tmp_path)
     fill(texts / "alone" / "data", *flags(texts))
     for tasks, parts in ((5, 1), (1, 5)):
         how = f"--out={tmp_path}/data", f"--tasks={tasks}", f"--parts={parts}", "--workers=1"
