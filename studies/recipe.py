@@ -221,7 +221,7 @@ half of the 95 % interval over seeds by Student's t.
 
 *The models know people whose pages they read, not people on pages that opted out (left; dotted: chance), and Goldfish
 stops them from reciting letters, not from knowing the writers (middle). QRPO by a two-sentence charter makes answers
-kind, and a little less often right (right). Bars: 95 % intervals.*
+kind (right). Bars: 95 % intervals.*
 
 ## Data (seed {first[seed]})
 
@@ -313,7 +313,7 @@ Answers to questions about people in test, sampled at temperature 1:
 |---|---|---|---|
 {answers}
 
-## The commands (seed {first[seed]}, {minutes:.1f} minutes in processes of one thread)
+## The commands (seed {first[seed]}, {minutes:.1f} minutes in processes of one thread, beside whatever else ran)
 
 ```sh
 {commands}
