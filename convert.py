@@ -440,7 +440,7 @@ def start_of(name):
     path: a checkpoint or a Hugging Face folder, for fill(). ValueError for adapters, which are no whole model.
     """
     folder = local(name)
-    with in_one_line(folder, ValueError):
+    with in_one_line(folder, OSError, ValueError):
         if is_adapters(folder):
             raise ValueError(f"{name} holds adapters: merge them into their model first, "
                              f"python convert.py --load={name} --save=FOLDER --merge")

@@ -119,6 +119,8 @@ class Stream:
             try:
                 tokens = mapped(*self.files[-1])
                 found = f"{tokens.dtype}{list(tokens.shape)}"
+            except OSError:                                # it may be whole, and not readable now
+                raise
             # Of any kind: numpy parses the header of a file that may come from anybody.
             except Exception as e:
                 found = e

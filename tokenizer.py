@@ -384,8 +384,8 @@ def read_bpe(path):
     try:
         return of_files(path)
     except (AttributeError, KeyError, TypeError, OverflowError):
-        raise ValueError(f"{path} is not a byte-level BPE like Apertus'; if an older version of this program wrote it, "
-                         "prepare the data again") from None
+        raise ValueError(f"{path}, or a JSON file next to it, is not of a byte-level BPE like Apertus'; if an older "
+                         "version of this program wrote it, prepare the data again") from None
 
 
 def of_files(path):

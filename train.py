@@ -566,7 +566,9 @@ def pretrain(run, build):
         done = step + 1
         if decay:
             if minutes and done < 3:
-                raise ValueError(f"minutes={minutes:g} were over in the first two steps, which compile: take more")
+                # They compile, so they say nothing of the pace.
+                raise ValueError(
+                    f"minutes={minutes:g}: a decay is due in the first two steps: take more, or remove the file cooldown")
             run.cooldown.clear()
             begin_decay(run, done)
             end = end_of(run)

@@ -165,7 +165,7 @@ def main():
     if when and not find:
         raise ValueError(f"when={when}: say which document: --find=ID, URL, text or file")
     for folder in paths or ["data/stdlib"]:
-        with in_one_line(folder, ValueError):
+        with in_one_line(folder, OSError, ValueError):
             if find:
                 ask(folder)
                 continue

@@ -29,8 +29,8 @@ LONG = 1_000_000
 # Longer texts are read in pieces, to bound the memory. A piece ends before white space if there is any near.
 PIECE = re.compile(r".{1,1000000}(\S{0,999}(?=\s))?", re.DOTALL)
 # More accents on a letter than any text has. The time of normalize() is quadratic in their number, so the rest is left
-# out.
-ACCENTS = regex.compile(r"(\p{M}{999})\p{M}+")
+# out. Looked for at the first accent of a run alone, since at each of 998 it would be quadratic too.
+ACCENTS = regex.compile(r"(?<!\p{M})(\p{M}{999})\p{M}+")
 
 # Letters: n texts; N bytes or words of all texts, concatenated.
 

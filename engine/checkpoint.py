@@ -69,8 +69,12 @@ def on_all_ranks(do, group):
 
 
 def steps_in(folder):
-    """The steps of all checkpoints that have their final name, in ascending order."""
-    return sorted(int(name[5:]) for name in glob.glob("step-*", root_dir=folder) if name[5:].isdecimal())
+    """The steps of all checkpoints that have their final name, in ascending order. OSError: it cannot be listed."""
+    # Not by glob, which finds nothing in a folder that cannot be listed: --resume would begin anew and cut the log.
+    try:
+        return sorted(int(name[5:]) for name in os.listdir(folder) if "step-" in name and name[5:].isdecimal())
+    except FileNotFoundError:
+        return []
 
 
 def sealed(manifest):
@@ -166,9 +170,8 @@ def delete_old(folder, step, keep, spare):
     after `step` are left alone: a resumed run has passed them over because they are damaged.
     """
     until_now = [s for s in steps_in(folder) if s <= step]
-    before_decay = [s for s in until_now if s <= spare]
-    for old in until_now[:-keep]:                          # [:-0] is empty
-        if old not in before_decay[-1:]:
+    for old, after in zip(until_now[:-keep], until_now[1:]):    # [:-0] is empty
+        if not old <= spare < after:
             shutil.rmtree(f"{folder}/step-{old:08d}", ignore_errors=True)
 
 

@@ -83,8 +83,8 @@ def ways_of(node, most, rows):
     A copy inside a node comes first, since the links between nodes are slow. Beyond it, many windows come first, since
     weights are gathered once for all of them.
     """
-    ways = [(shards, n) for n in range(rows, 0, -1) if rows % n == 0
-            for shards in range(node, most + 1, node) if most % shards == 0]
+    ways = [(shards, n) for n in range(rows, 0, -1) if not rows % n
+            for shards in range(node, most + 1, node) if not most % shards]
     return sorted(ways, key=lambda way: way[0] > node)
 
 

@@ -232,6 +232,8 @@ def test_without_an_intact_checkpoint_a_run_starts_over_only_if_that_is_asked_fo
     with pytest.raises(ValueError, match=r"is intact \(1 damaged\).*--allow_restart"):
         restore.newest_intact(folder)
     assert restore.newest_intact(folder, allow_restart=True) is restore.newest_intact(path) is None
+    with pytest.raises(OSError):                           # a folder that cannot be listed is not an empty one
+        restore.newest_intact(__file__)
 
 
 class Marker:
