@@ -568,7 +568,7 @@ def pretrain(run, build):
             if minutes and done < 3:
                 # They compile, so they say nothing of the pace.
                 raise ValueError(
-                    f"minutes={minutes:g}: a decay is due in the first two steps: take more, or remove the file cooldown")
+                    f"minutes={minutes:g}: a decay is due within two steps: take more, or remove the file cooldown")
             run.cooldown.clear()
             begin_decay(run, done)
             end = end_of(run)
