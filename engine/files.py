@@ -58,7 +58,7 @@ def write_flushed(path, content, shared=False):
     """
     content = content.encode() if isinstance(content, str) else content
     tmp = f"{path}.{os.urandom(4).hex()}.tmp" if shared else f"{path}.tmp"
-    # It may be left over, or a link in a folder from somebody else: what that leads to must stay.
+    # A killed process may have left it; or it is a link in a downloaded folder, whose target must stay as it is.
     with contextlib.suppress(OSError):
         os.remove(tmp)
     try:
@@ -106,7 +106,7 @@ def lock(path, advice):
 
     ValueError: another process has it. A file system without locks (NFS without lockd, Windows) is a warning.
     """
-    # "a" and not "w": the file may be a link, in a folder from somebody else, and what it leads to must stay.
+    # "a", not "w": the file may be a link in a downloaded folder, whose target must stay as it is.
     file = open(path, "a")
     try:
         import fcntl

@@ -78,7 +78,7 @@ def pyplot():
 def finish(figure, picture):
     """Write a figure to a file, whose folder is made if need be, and free it. Replaces an older file."""
     make_folder(Path(picture).parent)
-    # In a folder from somebody else it may be a link: what that leads to must stay.
+    # In a downloaded folder it may be a link, whose target must stay as it is.
     Path(picture).unlink(missing_ok=True)
     figure.savefig(picture, dpi=110)
     pyplot().close(figure)

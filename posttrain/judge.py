@@ -52,7 +52,7 @@ TOP = 5                         # the best answers, which are also compared in p
 BLANK = 1.0                     # score of an empty answer
 SILENT = 0.05                   # error: all digits together have a lower mean probability
 WAIT = 2.0                      # seconds before a failed request is repeated
-MOST = 1 << 24                  # bytes of an answer; what is cut there is no JSON
+MOST = 1 << 24                  # bytes of an answer; a longer one is cut, and then is no JSON
 DATE = "2025-09-02"             # "Current date" of Apertus' system message; fixed, so that scores are reproducible
 
 # Control tokens of common templates: <|im_end|>, </s>, <start_of_turn>, [INST].

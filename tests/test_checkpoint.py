@@ -299,9 +299,12 @@ def test_one_run_a_folder_and_the_lock_goes_with_its_owner(tmp_path):
     """It clears what a killed save left, and nothing else."""
     for name in ("step-00000007.tmp", "step-00000006", "notes.tmp"):
         os.makedirs(tmp_path / "ckpt" / name)
+    # It may be a link in a downloaded folder.
+    (tmp_path / ".lock").write_text("their thesis")
     lock = runs.lock(str(tmp_path))
     assert sorted(os.listdir(tmp_path / "ckpt")) == ["notes.tmp", "step-00000006"]
     with pytest.raises(ValueError, match="another process is writing there"):
         runs.lock(str(tmp_path))
     lock.close()
     runs.lock(str(tmp_path)).close()
+    assert (tmp_path / ".lock").read_text()

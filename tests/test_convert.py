@@ -132,7 +132,7 @@ def another_beta(weights):
     "change, says",
     [
         (lambda weights: torch.save(Marker(), weights), "not readable as safetensors"),
-        (lambda weights: shutil.copy(weights, weights.with_name("model-2.safetensors")), "stored in part only, or twice"),
+        (lambda weights: shutil.copy(weights, weights.with_name("model-2.safetensors")), "in part only, or twice"),
         (another_beta, "act_fn.beta is "),
         (dict(num_hidden_layers=2), "12 tensors are missing, or not of the model"),
         (dict(intermediate_size=96), r"is \[160, 64\], and config.json describes \[96, 64\]")

@@ -5,12 +5,12 @@ commands.txt has words and arguments that make a command small; quotes.txt has n
 """
 import glob
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow.json
 import pyarrow.parquet
@@ -21,8 +21,7 @@ from engine.runs import settings_of
 
 
 def read(*path):
-    with open(os.path.join(ROOT, *path), encoding="utf-8") as f:
-        return f.read()
+    return Path(ROOT, *path).read_text()
 
 
 PAGES = ["README.md", "CONTRIBUTING.md", "tests/README.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
@@ -127,10 +126,10 @@ def test_every_local_file_that_a_page_names_exists():
         names = re.findall(r"`([\w/]+\.(?:py|md|txt|png))`|\]\(([\w/.]+\.\w+)\)|src=\"([^\"]+)\"", read(page))
         for name in {*map("".join, names)} - examples:
             places = [
-                os.path.join(ROOT, folder, name)
+                Path(ROOT, folder, name)
                 for folder in ("", "tests", "docs")
             ]
-            assert any(map(os.path.exists, places)), (page, name)
+            assert any(map(Path.exists, places)), (page, name)
 
 
 def test_the_numbers_that_pages_quote_stand_in_committed_tables():

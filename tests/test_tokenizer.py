@@ -29,7 +29,7 @@ CONTROL = "a</s>b<|user_start|>c<s><|assistant_end|><unk><SPECIAL_77>[TOOL_CALLS
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """(a vocabulary of 700 ids, its file, the texts on which it was trained)"""
-    texts = [open(tokenizer.__file__, encoding="utf-8").read(), *STRINGS]
+    texts = [open(tokenizer.__file__).read(), *STRINGS]
     file = str(tmp_path_factory.mktemp("bpe") / "own.json")
     return train_bpe(texts, 700, file), file, texts
 
