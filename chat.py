@@ -48,14 +48,17 @@ def template():
     import jinja2   # torch installs it. Imported here, because pretraining does not need it.
     source = read_text(f"{ROOT}/chat_template.jinja")
     # Each tag stands between two expressions that strip the white space around it.
-    for tag, mark in (MARKS | {"{%- generation -%}": BEGIN, "{%- endgeneration -%}": END}).items():
+    tags = {
+        "{%- generation -%}": f"{{{{ '{BEGIN}' if ns.learnt }}}}",
+        "{%- endgeneration -%}": f"{{{{ '{END}' if ns.learnt }}}}"}
+    for tag, mark in (MARKS | tags).items():
         source = source.replace(tag, mark)
     environment = jinja2.Environment()
     environment.filters["tojson"] = as_json     # jinja's own sorts the keys and escapes HTML
     return environment.from_string(source)
 
 
-def marked(messages, tools=None, thinking=False, add_generation_prompt=False, date=None, system=None):
+def marked(messages, tools=None, thinking=False, add_generation_prompt=False, date=None, system=None, closed=False):
     """
     A conversation as marked text, up to the last message or, to ask for an answer, <|assistant_start|>.
 
@@ -64,7 +67,7 @@ def marked(messages, tools=None, thinking=False, add_generation_prompt=False, da
     {"blocks": […]} of type thoughts, response (text), tool_calls (calls of name, arguments), tool_outputs (outputs of
     output), and OpenAI's "tool_calls". tools: [{"name", "description", "parameters": JSON schema}]. date:
     YYYY-MM-DD, default today. system: the system message if messages have none; None: Apertus' own. The last turn of
-    the assistant stays open: training adds its <|assistant_end|>.
+    the assistant stays open unless `closed`. Words of a message with "weight": 0 (OpenAI) are not marked as learnt.
     ValueError, one line: a role, content or tool that the format has no place for, or half a surrogate pair.
     """
     def refuse(why):
@@ -79,6 +82,7 @@ def marked(messages, tools=None, thinking=False, add_generation_prompt=False, da
             enable_thinking=thinking,
             add_generation_prompt=add_generation_prompt,
             default_system=system,
+            closed=closed,
             bos_token=MARKS["<s>"],
             strftime_now=lambda form: date or time.strftime(form),
             raise_exception=refuse)
@@ -113,10 +117,8 @@ def render(tok, row, date=None):
     messages = row["messages"]
     thoughts = any(kind == "thoughts" for message in messages for kind, _ in parts_of(message))
     thinking = row.get("thinking")
-    text = marked(messages, row.get("tools"), thoughts if thinking is None else thinking, date=date, system=tok.system)
-    if messages[-1]["role"] == "assistant":
-        text += BEGIN + MARKS["<|assistant_end|>"] + END
-    return tok.chat_ids(text)
+    thinking = thoughts if thinking is None else thinking
+    return tok.chat_ids(marked(messages, row.get("tools"), thinking, date=date, system=tok.system, closed=True))
 
 
 def stop_ids(tok):
