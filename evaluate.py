@@ -114,16 +114,16 @@ def pair(tok, context, continuation, T):
     """
     Context and continuation (str) -> (ids, first) for token_nats, BOS first.
 
-    They are encoded as one text, as in lm-evaluation-harness. A context that is too long loses its beginning.
-    ValueError if the continuation adds no token, or more than T.
+    The continuation begins with a space, where the text is cut in any case, so the ids are those of the two as one text
+    (lm-evaluation-harness encodes both at once). A context that is too long loses its beginning. ValueError if the
+    continuation has more than T tokens.
     """
-    first = 1 + len(tok.encode(context))
-    ids = [tok.bos, *tok.encode(context + continuation)]
-    if not 0 < len(ids) - first <= T:
-        raise ValueError(f"the choice {continuation[:40]!r} adds {len(ids) - first} tokens to its question: want 1 to "
-                         f"{T}, the model's window")
-    cut = max(0, len(ids) - (T + 1))
-    return ids[cut:], first - cut
+    choice = tok.encode(continuation)
+    if len(choice) > T:
+        raise ValueError(f"the choice {continuation[:40]!r} adds {len(choice)} tokens to its question: want 1 to {T}, "
+                         "the model's window")
+    ids = [tok.bos, *tok.encode(context), *choice][-T - 1:]
+    return ids, len(ids) - len(choice)
 
 
 # -----------------------------------------------------------------------------
