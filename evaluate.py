@@ -22,7 +22,6 @@ $ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8
 """
 
 import itertools
-import json
 import math
 import os
 import tempfile
@@ -167,13 +166,15 @@ def ratio(bits, sizes):
 def result(name, metric, n, score, interval, **more):
     """A row of the results, with the 95 % interval of the score. more: bytes, shots, chance."""
     low, high = interval
-    return dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **more)
+    row = dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **more)
+    # JSON has no NaN: the interval of a single document is null.
+    return {key: None if value != value else value for key, value in row.items()}
 
 
 def bits_row(name, metric, bits, sizes):
     """A row of the results: bits per byte of documents or windows, and the total of their bytes."""
     r, half = ratio(bits, sizes)
-    return result(name, metric, len(bits), r, (r - half, r + half), bytes=sizes.sum())
+    return result(name, metric, len(bits), r, (r - half, r + half), bytes=int(sizes.sum()))
 
 
 def document_bits(model, tok, documents):
@@ -440,12 +441,9 @@ def main():
         rows += harness_scores(model, tok)
     if not rows:
         raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data, or --harness=TASKS")
-    # JSON has no NaN: the interval of a single document is null.
-    text = json.dumps(dict(model=init_from, base=base, against=against, rows=rows), default=np.generic.item)
-    results = json.loads(text, parse_constant=lambda name: None)
     make_folder(folder)
-    write_json(f"{folder}/evaluation.json", results)
-    print(table_md(results["rows"]))
+    write_json(f"{folder}/evaluation.json", dict(model=init_from, base=base, against=against, rows=rows))
+    print(table_md(rows))
     print(f"wrote {folder}/evaluation.json")
 
 
