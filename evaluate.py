@@ -388,10 +388,13 @@ def table_md(rows):
 
 def contents(path):
     """
-    The contents of a file of text or of rows: documents (group, text), questions with choices, and questions without.
+    Documents (group, text), questions with choices, and questions without: of a file of text or of rows, or the
+    validation documents of a data folder; at most `limit` of each.
 
-    ValueError if there is no such file, and for a row without text or question.
+    ValueError if there is no such file or folder, and for a row without text or question.
     """
+    if os.path.isdir(path):
+        return validation_documents(path)[:limit or None], [], []
     if not os.path.isfile(path):
         raise ValueError(f"no such file or folder: {path}. Name a text, .jsonl, or data that you prepare: "
                          f"python prepare.py FILES --out={path}")
@@ -421,9 +424,6 @@ def main():
         sources = [settings_of(init_from)["data"]]
     documents, rows = [], []
     for path in sources:
-        if os.path.isdir(path):
-            documents += validation_documents(path)[:limit or None]
-            continue
         texts, *tasks = contents(path)
         documents += texts
         for task, scores in zip(tasks, (choice_scores, answer_scores)):
