@@ -286,12 +286,12 @@ def choice_scores(model, tok, rows, name):
     T = model.config.block_size
     windows = [pair(tok, prompt, f" {choice}", T) for prompt, _, choices in questions for choice in choices]
     nats = iter(token_nats(model, windows))
-    by_sum, by_mean = [], []
+    hits = []
     for _, accepted, choices in questions:
         costs = np.array([next(nats).sum() for _ in choices])
         sizes = [len(f"{choice}".encode()) for choice in choices]
-        by_sum.append(choices[costs.argmin()] in accepted)
-        by_mean.append(choices[(costs / sizes).argmin()] in accepted)
+        hits.append([choices[each.argmin()] in accepted for each in (costs, costs / sizes)])
+    by_sum, by_mean = zip(*hits)
     chance = np.mean([1 / len(choices) for _, _, choices in questions])
     return [share(name, "choice", by_sum, chance), share(name, "choice per byte", by_mean, chance)]
 
