@@ -185,15 +185,15 @@ def document_bits(model, tok, documents):
     return np.bincount(owner, [nll.sum() for nll in token_nats(model, windows)]) / math.log(2)
 
 
-def text_scores(model, tok, documents, other=None):
+def text_scores(model, tok, documents, before=None):
     """
     Rows of the results: bits per byte of all documents, a list of (group, text), and of each group.
 
-    other: another model and its tokenizer; adds the differences to its bits per byte, paired by document.
+    before: document_bits() of --against; adds the differences to its bits per byte, paired by document.
     """
     measures = {"bits/byte": document_bits(model, tok, documents)}
-    if other:
-        measures[f"bits/byte above {against}"] = measures["bits/byte"] - document_bits(*other, documents)
+    if against:
+        measures[f"bits/byte above {against}"] = measures["bits/byte"] - before
     sizes = np.array([len(text.encode()) for _, text in documents])
     groups = np.array([group for group, _ in documents])
     rows = []
@@ -417,20 +417,20 @@ def main():
     folder = out or (init_from if is_run else "results/evaluate")
     if os.path.exists(f"{folder}/evaluation.json") and "rows" not in read_json(f"{folder}/evaluation.json"):
         raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
-    model, tok = convert.load_ready(init_from, device, dtype, base)
-    T = window or model.config.block_size
     sources = paths
     if is_run and not paths and not harness:
         sources = [settings_of(init_from)["data"]]
-    documents, rows = [], []
-    for path in sources:
-        texts, *tasks = contents(path)
-        documents += texts
+    # All files are read before a model, so that a mistake in the last file costs no hour of the first.
+    found = list(map(contents, sources))
+    documents = sum((texts for texts, *_ in found), [])
+    # One model after the other is in memory.
+    before = against and documents and document_bits(*convert.load_ready(against, device, dtype), documents)
+    model, tok = convert.load_ready(init_from, device, dtype, base)
+    T = window or model.config.block_size
+    rows = text_scores(model, tok, documents, before) if documents else []
+    for path, (_, *tasks) in zip(sources, found):
         for task, scores in zip(tasks, (choice_scores, answer_scores)):
             rows += scores(model, tok, task, os.path.basename(path)) if task else []
-    other = against and convert.load_ready(against, device, dtype)
-    if documents:
-        rows = text_scores(model, tok, documents, other) + rows
     if by_position:
         rows += position_scores(model, tok, documents, T, by_position)
     if lookup:
@@ -441,9 +441,10 @@ def main():
         rows += harness_scores(model, tok)
     if not rows:
         raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data, or --harness=TASKS")
+    # Printed first, so that a folder that cannot be written costs no result.
+    print(table_md(rows))
     make_folder(folder)
     write_json(f"{folder}/evaluation.json", dict(model=init_from, base=base, against=against, rows=rows))
-    print(table_md(rows))
     print(f"wrote {folder}/evaluation.json")
 
 
