@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from chat import stop_ids
-from configurator import attached
+from configurator import attached, run
 from data import TokenDataset
 from engine import readers
 from engine.files import make_folder, read_json, write_json
@@ -179,15 +179,16 @@ def bits_row(name, metric, bits, sizes):
 
 def document_bits(model, tok, documents):
     """The bits of each of the documents, (group, text) each: an array (n,)."""
-    T = model.config.block_size
-    windows = [(n, part) for n, (_, text) in enumerate(documents) for part in windows_of(text_ids(tok, text), T)]
-    owner, windows = zip(*windows)
+    owner, windows = zip(*[
+        (n, window)
+        for n, (_, text) in enumerate(documents)
+        for window in windows_of(text_ids(tok, text), model.config.block_size)])
     return np.bincount(owner, [nll.sum() for nll in token_nats(model, windows)]) / math.log(2)
 
 
 def text_scores(model, tok, documents, before=None):
     """
-    Rows of the results: bits per byte of all documents, a list of (group, text), and of each group.
+    Yield rows of the results: bits per byte of all documents, a list of (group, text), and of each group.
 
     before: document_bits() of --against; adds the differences to its bits per byte, paired by document.
     """
@@ -196,11 +197,10 @@ def text_scores(model, tok, documents, before=None):
         measures[f"bits/byte above {against}"] = measures["bits/byte"] - before
     sizes = np.array([len(text.encode()) for _, text in documents])
     groups = np.array([group for group, _ in documents])
-    rows = []
     for name in ["all", *np.unique(groups).tolist()]:
         here = (groups == name) | (name == "all")
-        rows += [bits_row(name, metric, bits[here], sizes[here]) for metric, bits in measures.items()]
-    return rows
+        for metric, bits in measures.items():
+            yield bits_row(name, metric, bits[here], sizes[here])
 
 
 def position_scores(model, tok, documents, T, step):
@@ -236,7 +236,7 @@ def accepted_answers(row):
     With choices, "answer" is the right choice, a letter from A, or an index from 0. Without, it is a text, a number, or
     a list of them.
     """
-    answer, choices = row.get("answer"), row.get("choices")
+    answer, choices = map(row.get, ("answer", "choices"))
     if not choices:
         answers = answer if isinstance(answer, list) else [answer]
         return [str(one).strip() for one in answers if one is not None and str(one).strip()]
@@ -283,8 +283,10 @@ def choice_scores(model, tok, rows, name):
     A sum favours short choices. Chance is the mean over questions of 1 / their number of choices.
     """
     questions = asked(rows, name)
-    T = model.config.block_size
-    windows = [pair(tok, prompt, f" {choice}", T) for prompt, _, choices in questions for choice in choices]
+    windows = [
+        pair(tok, prompt, f" {choice}", model.config.block_size)
+        for prompt, _, choices in questions
+        for choice in choices]
     nats = iter(token_nats(model, windows))
     hits = []
     for _, accepted, choices in questions:
@@ -327,7 +329,8 @@ def answer_scores(model, tok, rows, name):
 
 def harness_scores(model, tok):
     """
-    Rows of the results: each metric of the tasks of --harness, and of groups of tasks, whose n is the sum of theirs.
+    Yield rows of the results: each metric of the tasks of --harness, and of groups of tasks, whose n is the sum of
+    theirs.
 
     The harness loads an export of the model by its own interface to transformers, so the results are those of
     `lm_eval --model hf`. ValueError for a task that does not exist, and for a model that cannot be exported.
@@ -354,16 +357,13 @@ def harness_scores(model, tok):
             device=str(weight.device),
             limit=limit or None,
             task_manager=manager)
-    rows = []
     for task, values in found["results"].items():
         n = values["sample_len"]
         for metric, score in values.items():
             if isinstance(score, float) and "_stderr" not in metric:
                 error = values.get(metric.replace(",", "_stderr,"))     # "N/A" for one question; 0 if all are right
                 half = t_quantile(n - 1) * error if isinstance(error, float) and error else math.nan
-                rows.append(result(
-                    task, metric, n, score, (score - half, score + half), shots=found["n-shot"].get(task)))
-    return rows
+                yield result(task, metric, n, score, (score - half, score + half), shots=found["n-shot"].get(task))
 
 
 # -----------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def main():
     before = against and documents and document_bits(*convert.load_ready(against, device, dtype), documents)
     model, tok = convert.load_ready(init_from, device, dtype, base)
     T = window or model.config.block_size
-    rows = text_scores(model, tok, documents, before) if documents else []
+    rows = [*text_scores(model, tok, documents, before)] if documents else []
     for path, (_, *tasks) in zip(sources, found):
         for task, scores in zip(tasks, (choice_scores, answer_scores)):
             rows += scores(model, tok, task, os.path.basename(path)) if task else []
@@ -449,5 +449,4 @@ def main():
 
 
 if __name__ == "__main__":
-    from configurator import run
     run(main, globals())
