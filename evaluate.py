@@ -404,7 +404,8 @@ def contents(path):
             raise ValueError(f'{path}, row {n}: want a JSON object with "text", or with "question" and "answer", got '
                              f"{str(row)[:60]!r}")
         if row.get("text", "").strip():
-            found[0].append((str(row.get(by, os.path.basename(path))), row["text"]))
+            # Half a surrogate pair, which JSON can hold, would be an error when the bytes are counted.
+            found[0].append((str(row.get(by, os.path.basename(path))), readers.writable(row["text"])))
         elif "text" not in row:
             found[1 if row.get("choices") else 2].append(row)
     return found
@@ -419,7 +420,8 @@ def main():
         raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
     sources = paths
     if is_run and not paths and not harness:
-        sources = [settings_of(init_from)["data"]]
+        # A run of SFT on several files has a dict here: contents() says that there is no such file.
+        sources = [str(settings_of(init_from)["data"])]
     # All files are read before a model, so that a mistake in the last file costs no hour of the first.
     found = list(map(contents, sources))
     documents = sum((texts for texts, *_ in found), [])
