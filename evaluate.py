@@ -22,7 +22,6 @@ $ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8
 """
 
 import itertools
-import json
 import math
 import os
 import tempfile
@@ -34,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from chat import stop_ids
-from configurator import attached
+from configurator import attached, run
 from data import TokenDataset
 from engine import readers
 from engine.files import make_folder, read_json, write_json
@@ -114,16 +113,16 @@ def pair(tok, context, continuation, T):
     """
     Context and continuation (str) -> (ids, first) for token_nats, BOS first.
 
-    They are encoded as one text, as in lm-evaluation-harness. A context that is too long loses its beginning.
-    ValueError if the continuation adds no token, or more than T.
+    The continuation begins with a space, where the text is cut in any case, so the ids are those of the two as one text
+    (lm-evaluation-harness encodes both at once). A context that is too long loses its beginning. ValueError if the
+    continuation has more than T tokens.
     """
-    first = 1 + len(tok.encode(context))
-    ids = [tok.bos, *tok.encode(context + continuation)]
-    if not 0 < len(ids) - first <= T:
-        raise ValueError(f"the choice {continuation[:40]!r} adds {len(ids) - first} tokens to its question: want 1 to "
-                         f"{T}, the model's window")
-    cut = max(0, len(ids) - (T + 1))
-    return ids[cut:], first - cut
+    choice = tok.encode(continuation)
+    if len(choice) > T:
+        raise ValueError(f"the choice {continuation[:40]!r} adds {len(choice)} tokens to its question: want 1 to {T}, "
+                         "the model's window")
+    ids = [tok.bos, *tok.encode(context), *choice][-T - 1:]
+    return ids, len(ids) - len(choice)
 
 
 # -----------------------------------------------------------------------------
@@ -167,39 +166,41 @@ def ratio(bits, sizes):
 def result(name, metric, n, score, interval, **more):
     """A row of the results, with the 95 % interval of the score. more: bytes, shots, chance."""
     low, high = interval
-    return dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **more)
+    row = dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **more)
+    # JSON has no NaN: the interval of a single document is null.
+    return {key: None if value != value else value for key, value in row.items()}
 
 
 def bits_row(name, metric, bits, sizes):
     """A row of the results: bits per byte of documents or windows, and the total of their bytes."""
     r, half = ratio(bits, sizes)
-    return result(name, metric, len(bits), r, (r - half, r + half), bytes=sizes.sum())
+    return result(name, metric, len(bits), r, (r - half, r + half), bytes=int(sizes.sum()))
 
 
 def document_bits(model, tok, documents):
     """The bits of each of the documents, (group, text) each: an array (n,)."""
-    T = model.config.block_size
-    windows = [(n, part) for n, (_, text) in enumerate(documents) for part in windows_of(text_ids(tok, text), T)]
-    owner, windows = zip(*windows)
+    owner, windows = zip(*[
+        (n, window)
+        for n, (_, text) in enumerate(documents)
+        for window in windows_of(text_ids(tok, text), model.config.block_size)])
     return np.bincount(owner, [nll.sum() for nll in token_nats(model, windows)]) / math.log(2)
 
 
-def text_scores(model, tok, documents, other=None):
+def text_scores(model, tok, documents, before=None):
     """
-    Rows of the results: bits per byte of all documents, a list of (group, text), and of each group.
+    Yield rows of the results: bits per byte of all documents, a list of (group, text), and of each group.
 
-    other: another model and its tokenizer; adds the differences to its bits per byte, paired by document.
+    before: document_bits() of --against; adds the differences to its bits per byte, paired by document.
     """
     measures = {"bits/byte": document_bits(model, tok, documents)}
-    if other:
-        measures[f"bits/byte above {against}"] = measures["bits/byte"] - document_bits(*other, documents)
+    if against:
+        measures[f"bits/byte above {against}"] = measures["bits/byte"] - before
     sizes = np.array([len(text.encode()) for _, text in documents])
     groups = np.array([group for group, _ in documents])
-    rows = []
     for name in ["all", *np.unique(groups).tolist()]:
         here = (groups == name) | (name == "all")
-        rows += [bits_row(name, metric, bits[here], sizes[here]) for metric, bits in measures.items()]
-    return rows
+        for metric, bits in measures.items():
+            yield bits_row(name, metric, bits[here], sizes[here])
 
 
 def position_scores(model, tok, documents, T, step):
@@ -235,7 +236,7 @@ def accepted_answers(row):
     With choices, "answer" is the right choice, a letter from A, or an index from 0. Without, it is a text, a number, or
     a list of them.
     """
-    answer, choices = row.get("answer"), row.get("choices")
+    answer, choices = map(row.get, ("answer", "choices"))
     if not choices:
         answers = answer if isinstance(answer, list) else [answer]
         return [str(one).strip() for one in answers if one is not None and str(one).strip()]
@@ -282,15 +283,17 @@ def choice_scores(model, tok, rows, name):
     A sum favours short choices. Chance is the mean over questions of 1 / their number of choices.
     """
     questions = asked(rows, name)
-    T = model.config.block_size
-    windows = [pair(tok, prompt, f" {choice}", T) for prompt, _, choices in questions for choice in choices]
+    windows = [
+        pair(tok, prompt, f" {choice}", model.config.block_size)
+        for prompt, _, choices in questions
+        for choice in choices]
     nats = iter(token_nats(model, windows))
-    by_sum, by_mean = [], []
+    hits = []
     for _, accepted, choices in questions:
         costs = np.array([next(nats).sum() for _ in choices])
         sizes = [len(f"{choice}".encode()) for choice in choices]
-        by_sum.append(choices[costs.argmin()] in accepted)
-        by_mean.append(choices[(costs / sizes).argmin()] in accepted)
+        hits.append([choices[each.argmin()] in accepted for each in (costs, costs / sizes)])
+    by_sum, by_mean = zip(*hits)
     chance = np.mean([1 / len(choices) for _, _, choices in questions])
     return [share(name, "choice", by_sum, chance), share(name, "choice per byte", by_mean, chance)]
 
@@ -326,7 +329,8 @@ def answer_scores(model, tok, rows, name):
 
 def harness_scores(model, tok):
     """
-    Rows of the results: each metric of the tasks of --harness, and of groups of tasks, whose n is the sum of theirs.
+    Yield rows of the results: each metric of the tasks of --harness, and of groups of tasks, whose n is the sum of
+    theirs.
 
     The harness loads an export of the model by its own interface to transformers, so the results are those of
     `lm_eval --model hf`. ValueError for a task that does not exist, and for a model that cannot be exported.
@@ -353,16 +357,13 @@ def harness_scores(model, tok):
             device=str(weight.device),
             limit=limit or None,
             task_manager=manager)
-    rows = []
     for task, values in found["results"].items():
         n = values["sample_len"]
         for metric, score in values.items():
             if isinstance(score, float) and "_stderr" not in metric:
                 error = values.get(metric.replace(",", "_stderr,"))     # "N/A" for one question; 0 if all are right
                 half = t_quantile(n - 1) * error if isinstance(error, float) and error else math.nan
-                rows.append(result(
-                    task, metric, n, score, (score - half, score + half), shots=found["n-shot"].get(task)))
-    return rows
+                yield result(task, metric, n, score, (score - half, score + half), shots=found["n-shot"].get(task))
 
 
 # -----------------------------------------------------------------------------
@@ -387,10 +388,13 @@ def table_md(rows):
 
 def contents(path):
     """
-    The contents of a file of text or of rows: documents (group, text), questions with choices, and questions without.
+    Documents (group, text), questions with choices, and questions without: of a file of text or of rows, or the
+    validation documents of a data folder; at most `limit` of each.
 
-    ValueError if there is no such file, and for a row without text or question.
+    ValueError if there is no such file or folder, and for a row without text or question.
     """
+    if os.path.isdir(path):
+        return validation_documents(path)[:limit or None], [], []
     if not os.path.isfile(path):
         raise ValueError(f"no such file or folder: {path}. Name a text, .jsonl, or data that you prepare: "
                          f"python prepare.py FILES --out={path}")
@@ -400,7 +404,8 @@ def contents(path):
             raise ValueError(f'{path}, row {n}: want a JSON object with "text", or with "question" and "answer", got '
                              f"{str(row)[:60]!r}")
         if row.get("text", "").strip():
-            found[0].append((str(row.get(by, os.path.basename(path))), row["text"]))
+            # Half a surrogate pair, which JSON can hold, would be an error when the bytes are counted.
+            found[0].append((str(row.get(by, os.path.basename(path))), readers.writable(row["text"])))
         elif "text" not in row:
             found[1 if row.get("choices") else 2].append(row)
     return found
@@ -413,23 +418,21 @@ def main():
     folder = out or (init_from if is_run else "results/evaluate")
     if os.path.exists(f"{folder}/evaluation.json") and "rows" not in read_json(f"{folder}/evaluation.json"):
         raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
-    model, tok = convert.load_ready(init_from, device, dtype, base)
-    T = window or model.config.block_size
     sources = paths
     if is_run and not paths and not harness:
-        sources = [settings_of(init_from)["data"]]
-    documents, rows = [], []
-    for path in sources:
-        if os.path.isdir(path):
-            documents += validation_documents(path)[:limit or None]
-            continue
-        texts, *tasks = contents(path)
-        documents += texts
+        # A run of SFT on several files has a dict here: contents() says that there is no such file.
+        sources = [str(settings_of(init_from)["data"])]
+    # All files are read before a model, so that a mistake in the last file costs no hour of the first.
+    found = list(map(contents, sources))
+    documents = sum((texts for texts, *_ in found), [])
+    # One model after the other is in memory.
+    before = against and documents and document_bits(*convert.load_ready(against, device, dtype), documents)
+    model, tok = convert.load_ready(init_from, device, dtype, base)
+    T = window or model.config.block_size
+    rows = [*text_scores(model, tok, documents, before)] if documents else []
+    for path, (_, *tasks) in zip(sources, found):
         for task, scores in zip(tasks, (choice_scores, answer_scores)):
             rows += scores(model, tok, task, os.path.basename(path)) if task else []
-    other = against and convert.load_ready(against, device, dtype)
-    if documents:
-        rows = text_scores(model, tok, documents, other) + rows
     if by_position:
         rows += position_scores(model, tok, documents, T, by_position)
     if lookup:
@@ -440,15 +443,12 @@ def main():
         rows += harness_scores(model, tok)
     if not rows:
         raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data, or --harness=TASKS")
-    # JSON has no NaN: the interval of a single document is null.
-    text = json.dumps(dict(model=init_from, base=base, against=against, rows=rows), default=np.generic.item)
-    results = json.loads(text, parse_constant=lambda name: None)
+    # Printed first, so that a folder that cannot be written costs no result.
+    print(table_md(rows))
     make_folder(folder)
-    write_json(f"{folder}/evaluation.json", results)
-    print(table_md(results["rows"]))
+    write_json(f"{folder}/evaluation.json", dict(model=init_from, base=base, against=against, rows=rows))
     print(f"wrote {folder}/evaluation.json")
 
 
 if __name__ == "__main__":
-    from configurator import run
     run(main, globals())

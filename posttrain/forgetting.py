@@ -15,7 +15,6 @@ $ python train.py --init_from=out/laptop --data=data/mine --out=out/mine --old=d
 """
 
 import math
-import os
 
 import numpy as np
 import torch
@@ -91,7 +90,7 @@ class Old:
 
 def texts(path, most):
     """The texts at `path`, at most `most` of them (0: all), evenly spaced. ValueError: no text there."""
-    documents = evaluate.validation_documents(path) if os.path.isdir(path) else evaluate.contents(path)[0]
+    documents = evaluate.contents(path)[0]
     every = -(-len(documents) // most) if most else 1
     found = [text for _, text in documents[::every or 1] if text.strip()]
     if not found:

@@ -175,7 +175,7 @@ def test_one_command_gives_a_table_and_json(lab, tmp_path):
     texts, task = tmp_path / "texts.jsonl", tmp_path / "quiz.jsonl"
     write_rows(
         texts,
-        [dict(text=t, lang=lang) for t, lang in zip([*TEXTS, "a", " "], ("en", "fr", "de", "en", "it"))]
+        [dict(text=t, lang=lang) for t, lang in zip([*TEXTS, "\ud800", " "], ("en", "fr", "de", "en", "it"))]
     )
     write_rows(
         task,
