@@ -168,15 +168,15 @@ def remote(url):
         root = f"datasets/{repo}{revision}/{inside}"
     for pattern in (root, root.rstrip("/") + "/**/*"):
         found = sorted(filter(fs.isfile, fs.glob(pattern)))
-        read = list(filter(kind_of, found))
+        read = set(filter(kind_of, found))
         if read:
             break
     folder = "datasets" if revision else os.path.dirname(re.split(r"[*?[]", pattern)[0])
     if revision:
         best = min(map(kind_of, read), key=list(KINDS.values()).index, default=None)
-        read = [file for file in read if kind_of(file) == best]
+        read = {file for file in read if kind_of(file) == best}
         if not inside:
-            read = [file for file in read if "train" in file.partition(revision)[2]] or read
+            read = {file for file in read if "train" in file.partition(revision)[2]} or read
     for file in found:
         name = file[len(folder):].lstrip("/").replace(revision, "", 1)
         yield name, fs.unstrip_protocol(file), None if file in read else ending(file) or "no ending"
