@@ -435,11 +435,13 @@ def rows_of(path, *columns, comments=False, **how):
                 yield [text]
         return
     for row in records(path, set(itertools.chain(*columns)), **how):
-        found = [[row[key] for key in keys if key in row] for keys in columns]
-        if [] in found:
-            missing = " or ".join(columns[found.index([])])
-            raise ValueError(f"{path}: a row has no column {missing}; it has {', '.join(row) or 'none'}")
-        yield [values[0] for values in found]
+        values = []
+        for keys in columns:
+            key = next(filter(row.__contains__, keys), None)
+            if key is None:
+                raise ValueError(f"{path}: a row has no column {' or '.join(keys)}; it has {', '.join(row) or 'none'}")
+            values.append(row[key])
+        yield values
 
 
 # ----------------------------------------------------------------------------------------------------------------------
