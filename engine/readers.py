@@ -199,10 +199,12 @@ def find(paths):
             raise ValueError(f"no such file, folder or pattern: {path!r}, or an empty folder")
         found += named
     # Files to read come first: a file that one path ignores may be named by another.
-    unique, files, ignored = {}, {}, {}
-    for one in sorted(found, key=lambda one: one[2] is not None):
-        unique.setdefault(os.path.realpath(one[1]), one)
-    for name, file, why in unique.values():
+    files, ignored, seen = {}, {}, set()
+    for name, file, why in sorted(found, key=lambda one: one[2] is not None):
+        real = os.path.realpath(file)
+        if real in seen:
+            continue
+        seen.add(real)
         if why:
             ignored.setdefault(why, []).append(writable(name))
             continue
