@@ -71,9 +71,12 @@ def writable(text):
 
 
 def ending(path):
-    """The ending of a file name in lower case, without .gz or .zst: X.TXT.gz -> .txt. But .parquet.gz -> .gz."""
+    """
+    The ending of a file name in lower case, without .gz or .zst, or "no ending": X.TXT.gz -> .txt. But .parquet.gz ->
+    .gz, because no parquet file is read as an archive.
+    """
     name = re.sub(r"(?<!\.parquet)\.(gz|zst)$", "", path.lower())
-    return os.path.splitext(name)[1]
+    return os.path.splitext(name)[1] or "no ending"
 
 
 def kind_of(path):
@@ -133,7 +136,7 @@ def why_not(file, name):
         return "not a file" if os.path.exists(file) else "broken link"
     if writable(file) != file:
         return "name not UTF-8"
-    return None if kind_of(file) else ending(file) or "no ending"
+    return None if kind_of(file) else ending(file)
 
 
 def local(path):
@@ -179,7 +182,7 @@ def remote(url):
             read = {file for file in read if "train" in file.partition(revision)[2]} or read
     for file in found:
         name = file[len(folder):].lstrip("/").replace(revision, "", 1)
-        yield name, fs.unstrip_protocol(file), None if file in read else ending(file) or "no ending"
+        yield name, fs.unstrip_protocol(file), None if file in read else ending(file)
 
 
 def find(paths):
@@ -245,7 +248,8 @@ def check(file, text_field="text", encoding=""):
     has no sha256: its path names a commit.
     ValueError: a parquet file has no column text_field ("": not checked), or a URL cannot be read.
     """
-    path, kind = file["path"], kind_of(file["path"])
+    path = file["path"]
+    kind = kind_of(path)
     file = dict(file, bytes=0, sha256=None, problem=None, encoding=encoding, parts=[[0, None, 0, 0]])
     if not kind:
         return dict(file, problem="unknown kind of file")
@@ -270,7 +274,8 @@ def parts_of(file):
     Yield the parts of a file, as check() returns them: parquet by row groups, uncompressed JSON lines by about 4 MB.
     Other files are one part. Files on the hub, and those that were not checked, are not read here.
     """
-    path, kind, size = file["path"], kind_of(file["path"]), file.get("bytes", 0)
+    path, size = file["path"], file.get("bytes", 0)
+    kind = kind_of(path)
     begin = first = 0
     if kind == "parquet":
         with in_one_line(path):
@@ -385,7 +390,8 @@ def rows(file, part, columns=(), errors="surrogateescape"):
     columns: those of a parquet file to read; all, if it has none of these. errors: for bytes that are not UTF-8, as
     in open(). ValueError, one line, if the file is damaged.
     """
-    path, kind = file["path"], kind_of(file["path"])
+    path = file["path"]
+    kind = kind_of(path)
     begin, lines, number, _ = part
     if file.get("problem"):
         yield 0, file["problem"]
