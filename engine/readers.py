@@ -71,9 +71,12 @@ def writable(text):
 
 
 def ending(path):
-    """The ending of a file name in lower case, without .gz or .zst: X.TXT.gz -> .txt. But .parquet.gz -> .gz."""
+    """
+    The ending of a file name in lower case, without .gz or .zst, or "no ending": X.TXT.gz -> .txt. But .parquet.gz ->
+    .gz, because no parquet file is read as an archive.
+    """
     name = re.sub(r"(?<!\.parquet)\.(gz|zst)$", "", path.lower())
-    return os.path.splitext(name)[1]
+    return os.path.splitext(name)[1] or "no ending"
 
 
 def kind_of(path):
@@ -133,7 +136,7 @@ def why_not(file, name):
         return "not a file" if os.path.exists(file) else "broken link"
     if writable(file) != file:
         return "name not UTF-8"
-    return None if kind_of(file) else ending(file) or "no ending"
+    return None if kind_of(file) else ending(file)
 
 
 def local(path):
@@ -168,18 +171,18 @@ def remote(url):
         root = f"datasets/{repo}{revision}/{inside}"
     for pattern in (root, root.rstrip("/") + "/**/*"):
         found = sorted(filter(fs.isfile, fs.glob(pattern)))
-        read = list(filter(kind_of, found))
+        read = set(filter(kind_of, found))
         if read:
             break
     folder = "datasets" if revision else os.path.dirname(re.split(r"[*?[]", pattern)[0])
     if revision:
         best = min(map(kind_of, read), key=list(KINDS.values()).index, default=None)
-        read = [file for file in read if kind_of(file) == best]
+        read = {file for file in read if kind_of(file) == best}
         if not inside:
-            read = [file for file in read if "train" in file.partition(revision)[2]] or read
+            read = {file for file in read if "train" in file.partition(revision)[2]} or read
     for file in found:
         name = file[len(folder):].lstrip("/").replace(revision, "", 1)
-        yield name, fs.unstrip_protocol(file), None if file in read else ending(file) or "no ending"
+        yield name, fs.unstrip_protocol(file), None if file in read else ending(file)
 
 
 def find(paths):
@@ -199,10 +202,12 @@ def find(paths):
             raise ValueError(f"no such file, folder or pattern: {path!r}, or an empty folder")
         found += named
     # Files to read come first: a file that one path ignores may be named by another.
-    unique, files, ignored = {}, {}, {}
-    for one in sorted(found, key=lambda one: one[2] is not None):
-        unique.setdefault(os.path.realpath(one[1]), one)
-    for name, file, why in unique.values():
+    files, ignored, seen = {}, {}, set()
+    for name, file, why in sorted(found, key=lambda one: one[2] is not None):
+        real = os.path.realpath(file)
+        if real in seen:
+            continue
+        seen.add(real)
         if why:
             ignored.setdefault(why, []).append(writable(name))
             continue
@@ -243,7 +248,8 @@ def check(file, text_field="text", encoding=""):
     has no sha256: its path names a commit.
     ValueError: a parquet file has no column text_field ("": not checked), or a URL cannot be read.
     """
-    path, kind = file["path"], kind_of(file["path"])
+    path = file["path"]
+    kind = kind_of(path)
     file = dict(file, bytes=0, sha256=None, problem=None, encoding=encoding, parts=[[0, None, 0, 0]])
     if not kind:
         return dict(file, problem="unknown kind of file")
@@ -268,7 +274,8 @@ def parts_of(file):
     Yield the parts of a file, as check() returns them: parquet by row groups, uncompressed JSON lines by about 4 MB.
     Other files are one part. Files on the hub, and those that were not checked, are not read here.
     """
-    path, kind, size = file["path"], kind_of(file["path"]), file.get("bytes", 0)
+    path, size = file["path"], file.get("bytes", 0)
+    kind = kind_of(path)
     begin = first = 0
     if kind == "parquet":
         with in_one_line(path):
@@ -383,7 +390,8 @@ def rows(file, part, columns=(), errors="surrogateescape"):
     columns: those of a parquet file to read; all, if it has none of these. errors: for bytes that are not UTF-8, as
     in open(). ValueError, one line, if the file is damaged.
     """
-    path, kind = file["path"], kind_of(file["path"])
+    path = file["path"]
+    kind = kind_of(path)
     begin, lines, number, _ = part
     if file.get("problem"):
         yield 0, file["problem"]
@@ -435,11 +443,13 @@ def rows_of(path, *columns, comments=False, **how):
                 yield [text]
         return
     for row in records(path, set(itertools.chain(*columns)), **how):
-        found = [[row[key] for key in keys if key in row] for keys in columns]
-        if [] in found:
-            missing = " or ".join(columns[found.index([])])
-            raise ValueError(f"{path}: a row has no column {missing}; it has {', '.join(row) or 'none'}")
-        yield [values[0] for values in found]
+        values = []
+        for keys in columns:
+            key = next(filter(row.__contains__, keys), None)
+            if key is None:
+                raise ValueError(f"{path}: a row has no column {' or '.join(keys)}; it has {', '.join(row) or 'none'}")
+            values.append(row[key])
+        yield values
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -138,11 +138,14 @@ GOLDEN = r"""
 a.jsonl     | {"text":\r"a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7} | 0=a 2 3 4 7=b
 b.jsonl     | {"text": 1}\n"\0"                                                                 | 0 1
 torn.json   |  [{"text": "a"}, 5, {"text": "\\ud800b"}, {"tex                                   | 0=a 1 2=?b 3
+open.json   | [{"text": "a"}, {"text": "b"}                                                     | 0=a 1=b 2
+id.json     | {"text": "a", "id": "\\ud800"}                                                    | ?=a
 bytes.json  | \xef\xbb\xbf[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]                      | 0=a 1 2=b
 names.jsonl | {"text": "a", "language": ["deu"]}\n{"text": "b", "license": {}, "id": 5}         | 0=a 5
 deep.json   | [{"text": "a"}, DEEP                                                              | 0=a 1
 mac.csv     | id,text\r1,a\r2,b                                                                 | 1=a 2=b
 comma.csv   | \xef\xbb\xbfid, text\n1,a\n2,well, well\n\n3\n4,\xff\n5,b\n                       | 1=a 1 2 3 5=b
+long.csv    | id,text,page\n1,a,DEEPDEEP\n                                                       | 1=a
 quote.csv   | id,text\n1,a\n3,b\n4,"c\n                                                         | 1=a 3=b 2
 open.tsv    | id\ttext\n1\ta\n2\t"Yes\n2\tgone\n2\t"No" she said\n3\tb\n                        | 1=a 1 3=b
 empty.csv   |                                                                                   |
@@ -178,7 +181,7 @@ def test_an_encoding_is_asked_for_and_code_and_fineweb_name_the_language(tmp_pat
     ]
     assert found == [("élève\x85", "code"), ("x", "deu_Latn"), ("y", "deu_Latn")]
     assert problem(path, "utf-16") == "unreadable as utf-16"
-    path.write_bytes(b"a # b\n# c\n \n d ")
+    path.write_bytes(b"\xef\xbb\xbfa # b\n# c\n \n d ")
     assert list(readers.rows_of(f"{tmp_path}/a.py", ("x",), comments=True)) == [["a"], ["d"]]
 
 
