@@ -182,7 +182,7 @@ class TokenDataset:
         goldfish_hash="product",
         goldfish_scope="window",
         exempt=(),
-        sources=None,
+        sources=None
     ):
         if block_size < 1:
             raise ValueError(f"block_size={block_size}: must be at least 1")
