@@ -25,7 +25,7 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 # The types of settings, in the words of an error message.
 TYPES = {
     bool: "True or False", int: "a whole number", float: "a number", str: "a text", tuple: "a list", list: "a list",
-    dict: "a dict", type(None): "anything",
+    dict: "a dict", type(None): "anything"
 }
 
 

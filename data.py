@@ -25,7 +25,7 @@ from bisect import bisect_right
 import numpy as np
 import torch
 
-from engine.files import read_json, sha256_of
+from engine.files import read_json, sha256_of, version
 from goldfish import goldfish_mask
 
 # Letters: T block_size, the labels of a window; g number of a sample in the run.
@@ -182,7 +182,7 @@ class TokenDataset:
         goldfish_hash="product",
         goldfish_scope="window",
         exempt=(),
-        sources=None,
+        sources=None
     ):
         if block_size < 1:
             raise ValueError(f"block_size={block_size}: must be at least 1")
@@ -295,18 +295,6 @@ class TokenDataset:
 
 # The keys of meta.json that define the meaning of token ids.
 VOCABULARY = ("tokenizer_hash", "vocab_size", "bos", "eos")
-
-
-def version(meta):
-    """
-    The hash that identifies a version of a data set. It covers all of meta.json, and so every token. meta.json, the
-    report, and the config.json and checkpoints of every run without stages contain it.
-    """
-    rest = dict(meta)
-    rest.pop("version", None)
-    # Sorted keys hide the order of the sources, so an unsorted order is hashed with them.
-    names = list(meta["sources"])
-    return sha256_of(rest if names == sorted(names) else [rest, names])
 
 
 def fingerprint(meta, sources=None):

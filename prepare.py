@@ -210,8 +210,10 @@ def key_of(asked, files):
 
 def standard_library():
     """The sources of this Python's standard library, as find() gives them."""
-    found, _ = find([sysconfig.get_path("stdlib")])
-    return [f for f in found if f["name"].endswith(".py") and NOT_PROSE.isdisjoint(f["name"].split("/"))], {}
+    root = sysconfig.get_path("stdlib")
+    # Left out unseen: site-packages may hold a hundred thousand files.
+    found = [path for path in files_of(root, NOT_PROSE) if path.endswith(".py")]
+    return [dict(name=Path(path).relative_to(root).as_posix(), path=path) for path in found], {}
 
 
 def check_settings():

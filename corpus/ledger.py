@@ -31,8 +31,7 @@ import pyarrow.parquet
 from corpus.robots import KNOWN, RESERVED, glossary, host_key, known
 from corpus.rules import RULES
 from corpus.shards import shards_of
-from data import version
-from engine.files import read_json, read_text, sha256, write_flushed, write_json
+from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
 from engine.readers import in_one_line
 
 FILE = "documents.parquet"

@@ -29,6 +29,18 @@ def sha256_of(content):
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def version(meta):
+    """
+    The hash that identifies a version of a data set. It covers all of meta.json, and so every token. meta.json, the
+    report, and the config.json and checkpoints of every run without stages contain it.
+    """
+    rest = dict(meta)
+    rest.pop("version", None)
+    # Sorted keys hide the order of the sources, so an unsorted order is hashed with them.
+    names = list(meta["sources"])
+    return sha256_of(rest if names == sorted(names) else [rest, names])
+
+
 def read_json(path):
     """The object in a JSON file. ValueError, one line, if it is damaged."""
     try:

@@ -21,6 +21,7 @@ torch takes more: xIELU's fp32 tensors are not fused, 0.5 MB for each position o
 weights are trained, the blocks' weights in bf16 are kept for backward, 14 GB.
 """
 
+import itertools
 import os
 import sys
 
@@ -51,19 +52,19 @@ def of_step(model, settings, tokens, size=2, shards=1):
         selective=4 * C + 2 * K,
         full=C)
     positions = settings["micro_batch"] * tokens
-    own = trained(model) / shards
+    n = trained(model)
+    own = n / shards
     takes = dict(
         weights=sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) / shards,
         # FSDP keeps those of --exact whole, in fp64, until the last micro-batch.
-        gradients=4 * own + 8 * trained(model) * (settings.get("exact", False) and shards > 1),
+        gradients=4 * own + 8 * n * (settings.get("exact", False) and shards > 1),
         states=own * (8 if settings["optimizer"] == "adamw" or settings["state_dtype"] == "bfloat16" else 12))
     # 3 C: embedding, last norm, and gradient of the hidden states.
     takes["activations"] = (c.n_layer * kept[settings["recompute"]] + 3 * C) * positions * size
 
-    # Logits that the loss holds at a time on a GPU, in fp32 and as their gradient.
+    # Logits that the loss holds at a time on a GPU, in fp32 and as their gradient; half as many if the head is frozen.
     head = model.lm_head.weight
-    logits, gradient = (2**27, 6 * head.numel()) if head.requires_grad else (2**26, 0)
-    in_head = 8 * min(logits, positions * c.vocab_size) + gradient
+    in_head = 8 * min(2**26 << head.requires_grad, positions * c.vocab_size) + 6 * head.requires_grad * head.numel()
     # All activations of the block with 0.7 of their gradients; its weights in bf16 and their gradients.
     in_block = 1.7 * kept["none"] * positions * size + 8 * trained(model.model.layers[0])
     beyond = 0.06
@@ -83,9 +84,8 @@ def ways_of(node, most, rows):
     A copy inside a node comes first, since the links between nodes are slow. Beyond it, many windows come first, since
     weights are gathered once for all of them.
     """
-    ways = [(shards, n) for n in range(rows, 0, -1) if not rows % n
-            for shards in range(node, most + 1, node) if not most % shards]
-    return sorted(ways, key=lambda way: way[0] > node)
+    return sorted([(shards, n) for n in range(rows, 0, -1) if not rows % n
+                   for shards in range(node, most + 1, node) if not most % shards], key=lambda way: way[0] > node)
 
 
 def check_run(run, build, again=False):
@@ -147,18 +147,20 @@ def commands_that_fit(takes, settings, shards, room, doublings):
     the last resort.
     """
     most = settings["micro_batch"]
-    modes = MODES[MODES.index(settings["recompute"]):]
-    dtypes = [settings["state_dtype"]] + ["bfloat16"] * (settings["optimizer"] == "ademamix")
+    found = {}
     # More devices come before bf16 states, since bf16 changes the optimizer.
-    tried = [(devices, dict(micro_batch=rows, recompute=mode, state_dtype=dtype, parallel="fsdp"))
-             for dtype in dtypes
-             for devices in [shards * 2**n for n in range(1 + doublings)]
-             for mode in modes
-             for rows in range(most, 0, -1) if most % rows == 0]
-    fits = [(devices, flags) for devices, flags in tried if takes(devices, **flags)["total"] <= room]
-    fewest = {flags["state_dtype"]: (devices, flags) for devices, flags in reversed(fits)}
-    found = [command(*way, settings) for way in reversed(fewest.values())]
-    return found or ["take a smaller model, or a shorter --block_size"]
+    for dtype, n, mode, rows in itertools.product(
+        [settings["state_dtype"]] + ["bfloat16"] * (settings["optimizer"] == "ademamix"),
+        range(1 + doublings),
+        MODES[MODES.index(settings["recompute"]):],
+        range(most, 0, -1)
+    ):
+        devices = shards * 2**n
+        flags = dict(micro_batch=rows, recompute=mode, state_dtype=dtype)
+        # The sum takes milliseconds, so it stops at the first that fits.
+        if dtype not in found and not most % rows and takes(devices, **flags)["total"] <= room:
+            found[dtype] = command(devices, flags, settings)
+    return found.values() or ["take a smaller model, or a shorter --block_size"]
 
 
 def command(devices, changed, settings):
@@ -170,6 +172,8 @@ def command(devices, changed, settings):
     if devices > 8:
         start = f"torchrun --nnodes={devices // 8} --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
     if devices == 1:
-        start, changed = "python", changed | dict(parallel=settings["parallel"])
+        start = "python"
+    else:
+        changed["parallel"] = "fsdp"
     flags = [f"--{name}={value}" for name, value in changed.items() if value != settings[name]]
     return " ".join([start, script, *sys.argv[1:], *flags])

@@ -111,10 +111,11 @@ def matches(path):
     return [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
 
 
-def files_of(path):
+def files_of(path, skip=()):
     """
     All files of the folder `path` at any depth, sorted. A file that links lead to as well is listed once, by its own
-    name if it has one in the folder. OSError if a folder cannot be read.
+    name if it has one in the folder. skip: names of files and folders inside to leave out. OSError if a folder cannot
+    be read.
     """
     # (number of links in the path, path): fewest links come first. A loop of links leads to a folder seen before.
     heap, seen = [(0, path)], {}
@@ -123,6 +124,8 @@ def files_of(path):
         first = seen.setdefault(os.path.realpath(inner), inner)
         if first == inner and os.path.isdir(inner):
             for entry in os.scandir(inner):
+                if entry.name in skip:
+                    continue
                 heapq.heappush(heap, (links + entry.is_symlink(), entry.path))
     return sorted(inner for inner in seen.values() if not os.path.isdir(inner))
 

@@ -2,6 +2,7 @@
 import contextlib
 import gc
 import io
+import logging
 import os
 import runpy
 import sys
@@ -9,17 +10,18 @@ import types
 from unittest.mock import patch
 
 import pytest
-import torch
-import torch._inductor.config  # noqa: F401  reads CXX once, so import it before a test sets CXX
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 # With the default thresholds garbage collection takes 5 % of the tests' time, most of it on torch and transformers.
 gc.set_threshold(50_000, 20, 20)
+# torch writes a line for each tensor that it loads, which nobody reads.
+logging.disable(logging.DEBUG)
 
 
 def pytest_collection_finish():
     """All modules are imported: exclude them from later garbage collections."""
+    import torch._inductor.config  # noqa: F401  reads CXX once, so import it before a test sets CXX
     gc.collect()
     gc.freeze()
 
@@ -54,10 +56,12 @@ def script(name, *args, stdin="", pictures=False):
     Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its
     .returncode, .stdout and .stderr. pictures: draw loss.png, which costs 0.4 s, more than most runs.
     """
+    import torch                                           # here, since xdist's main process runs no test
+
     from engine import plot
     # A new process would import these modules anew: a script hands its command line to them.
-    attached = "train prepare posttrain.attach posttrain.start posttrain.common corpus.join tests.lesson"
-    for attached in attached.split():
+    for attached in """train prepare posttrain.attach posttrain.start posttrain.common corpus.join
+            tests.lesson""".split():
         package, _, leaf = attached.rpartition(".")
         sys.modules.pop(attached, None)
         vars(sys.modules.get(package, types)).pop(leaf, None)
@@ -78,14 +82,6 @@ def script(name, *args, stdin="", pictures=False):
             code = e.code or 0
     torch.use_deterministic_algorithms(False)              # as --exact leaves it
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A data folder with the bytes of engine/*.py, for tests that train on any text."""
-    folder = tmp_path_factory.mktemp("data") / "own"
-    run("prepare.py", f"{ROOT}/engine/*.py", f"--out={folder}", "--tokenizer=byte", "--val_share=0.05")
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from conftest import ROOT, script
 from engine.files import read_text
 from engine.intervals import p_value, t_quantile
 from studies import ablate, kit
+from trained import data  # noqa: F401
 
 
 def run(arm, seed, final):

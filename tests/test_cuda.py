@@ -24,6 +24,7 @@ from engine.recompute import recompute_activations
 from generate import generate
 from goldfish import goldfish_mask
 from model import XIELU, Apertus, ApertusConfig
+from trained import data  # noqa: F401
 
 DEVICE = os.environ.get("APERTUS_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from rouge_score.rouge_scorer import RougeScorer
 
 import convert
 import tiny
@@ -22,6 +21,8 @@ from studies import kit, memorize
 
 def test_rouge_l_is_googles():
     """rouge_score reads ids as words. Few different ids give long common subsequences."""
+    from rouge_score.rouge_scorer import RougeScorer       # here: it imports scikit-learn and pandas
+
     rng = random.Random(0)
     scorer = RougeScorer(["rougeL"])
     for n in range(20):

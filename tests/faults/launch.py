@@ -2,6 +2,7 @@
 Start train.py, or another script, on n ranks in half a second instead of five: a server that has imported torch forks
 the ranks, with the environment variables that torchrun would set.
 """
+import gc
 import multiprocessing
 import os
 import runpy
@@ -11,8 +12,11 @@ import time
 from pathlib import Path
 
 server = multiprocessing.get_context("forkserver")
-PRELOAD = "train torch.distributed.checkpoint torch.distributed.fsdp torch._inductor.config engine.plot"
-server.set_forkserver_preload(PRELOAD.split())
+# What the ranks import, so that they need not.
+server.set_forkserver_preload("""train torch.distributed.checkpoint torch.distributed.fsdp torch._inductor.config
+    engine.averages engine.plot engine.recompute engine.sharding posttrain.attach posttrain.collapse posttrain.common
+    posttrain.conversations posttrain.losses posttrain.references huggingface_hub.serialization jinja2.loaders numpy.ma
+    numpy.ctypeslib""".split())
 
 
 class Trial:
@@ -30,7 +34,8 @@ class Trial:
             _, port = free.getsockname()
         command = [str(script), *map(str, args)]
         for rank in range(max(1, ranks)):
-            env = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={ranks} MASTER_PORT={port}"
+            env = f"""RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={ranks} MASTER_PORT={port}
+                MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo """
             process = server.Process(target=child, args=(command, fault, self.log, env * (ranks > 0)), daemon=True)
             process.start()
             self.processes.append(process)
@@ -57,11 +62,11 @@ def child(command, fault, log, env):
     with open(log, "a") as out:
         for stream in (1, 2):
             os.dup2(out.fileno(), stream)
-    env += " MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo"
     os.environ.update(
         word.split("=")
         for word in env.split()
     )
+    gc.freeze()                                            # leave what the server has imported to the server
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1             # more would start a pool of processes in each rank
     if hasattr(os, "SCHED_BATCH"):
