@@ -290,7 +290,7 @@ def stored(path, model):
         keys = {key.replace("model.language_model.", "model.", 1): key for key in saved if "_tokenizer." not in key}
     if model.config.tie_embeddings:
         keys.pop("lm_head.weight", None)                   # the 0.5B stores it all the same
-    constants = {name: torch.empty(()) for name in keys if name.endswith(("act_fn.beta", "act_fn.eps"))}
+    constants = {name: torch.empty(1) for name in keys if name.endswith(("act_fn.beta", "act_fn.eps"))}
     if wrong := (keys.keys() - constants.keys()) ^ own.keys():
         raise ValueError(f"{path}: {len(wrong)} tensors are missing, or not of the model that config.json describes, "
                          f"{min(wrong)} among them; a run has its first weights after checkpoint_every steps")
@@ -302,16 +302,19 @@ def stored(path, model):
         if keys[name] == "model.language_model.embed_tokens.weight":
             # Behind the ids of text are those of images and sound.
             entry.size = torch.Size([min(len(p), entry.size[0]), entry.size[1]])
-        if entry.size != p.shape:
+        if (entry.size or (1,)) != p.shape:
             raise ValueError(f"{path}: {name} is {[*entry.size]}, and config.json describes {[*p.shape]}")
 
     def read(name, dtype=None, device="cpu", into=None):
         entry = saved[keys[name]]
+        if into is not None and not entry.size:
+            restore.place(into, read(name))                # Apertus 1.5 stores scalars without a dimension
+            return into
         if into is None:
             # Not empty(): of parts that overlap, some rows would be what was in memory before.
             into = torch.zeros(entry.size, dtype=dtype or entry.properties.dtype, device=device)
         dcp.load({keys[name]: into}, storage_reader=reader, no_dist=True)
-        return into
+        return into if entry.size else into.view(1)
 
     for name in constants:
         found, want = read(name).item(), CONSTANTS[name.rpartition(".")[2]]
@@ -339,11 +342,11 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
     folder = local(path_or_repo)
     path, settings = weights_in(folder), settings_of(folder)
     model = unfilled(shape_in(folder))
-    structured = attached("papers.structured_ffn")
-    if settings.get("ffn", "dense") != "dense":
+    structured = attached("papers.structured_ffn") if settings.get("ffn", "dense") != "dense" else None
+    if structured:
         with torch.device("meta"):
             structured.restore(model, settings, restore.read_manifest(path)["step"])
-    quantised = attached("posttrain.quantised")
+    quantised = attached("posttrain.quantised") if base else None
     matrices = quantised.matrices(model) if base else ()
     names, read = stored(path, model)
     for name in names:
@@ -354,7 +357,8 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
             setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(read(name, dtype, device)))
     if model.config.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    structured.drop_guides(model)
+    if structured:
+        structured.drop_guides(model)
     attend_on(model, device)
     return model.requires_grad_(not base)
 
