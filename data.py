@@ -23,10 +23,9 @@ import os
 from bisect import bisect_right
 
 import numpy as np
-import torch
 
+# torch is loaded in the functions that make tensors: prepare.py and its workers need version() alone.
 from engine.files import read_json, sha256_of
-from goldfish import goldfish_mask
 
 # Letters: T block_size, the labels of a window; g number of a sample in the run.
 
@@ -192,6 +191,10 @@ class TokenDataset:
         self.goldfish = goldfish_k, goldfish_h, goldfish_hash
         self.exempt = exempt
         if goldfish_k:
+            import torch
+
+            from goldfish import goldfish_mask
+
             # A mask of no labels, so that a wrong setting is an error before the run begins.
             goldfish_mask(torch.empty(0, dtype=torch.int64), *self.goldfish)
         self.n_context = goldfish_h - 1 if goldfish_k and goldfish_scope == "stream" else 0
@@ -258,6 +261,8 @@ class TokenDataset:
         trainer (report sec. 2.1 says that it is not).
         ValueError for a token id outside the vocabulary.
         """
+        import torch
+
         # A row holds T labels, and before them the tokens that Goldfish hashes, at least the first input.
         length = max(self.n_context, 1) + self.T
         rows = np.empty((n, length), np.int64)
@@ -275,6 +280,8 @@ class TokenDataset:
         keep = idx != self.meta["eos"]
         doc = (idx == self.meta["bos"]).cumsum(1)
         if self.goldfish[0]:
+            from goldfish import goldfish_mask
+
             keep &= goldfish_mask(targets, *self.goldfish, ids[:, : self.n_context], self.exempt)
         return idx, targets, keep, doc
 
@@ -321,9 +328,8 @@ def fingerprint(meta, sources=None):
     rows = []
     for name in sources:
         weight = sources[name] if isinstance(sources, dict) else None
-        shards = []
-        for split, part in meta["sources"][name].items():
-            shards += [[split, shard["tokens"], shard.get("sha256")] for shard in part["shards"]]
+        shards = [[split, shard["tokens"], shard.get("sha256")]
+                  for split, part in meta["sources"][name].items() for shard in part["shards"]]
         rows.append([name, weight, shards])
     return sha256_of([[meta.get(key) for key in VOCABULARY], rows])
 
