@@ -309,9 +309,8 @@ def fingerprint(meta, sources=None):
     rows = []
     for name in sources:
         weight = sources[name] if isinstance(sources, dict) else None
-        shards = []
-        for split, part in meta["sources"][name].items():
-            shards += [[split, shard["tokens"], shard.get("sha256")] for shard in part["shards"]]
+        shards = [[split, shard["tokens"], shard.get("sha256")]
+                  for split, part in meta["sources"][name].items() for shard in part["shards"]]
         rows.append([name, weight, shards])
     return sha256_of([[meta.get(key) for key in VOCABULARY], rows])
 

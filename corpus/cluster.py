@@ -9,8 +9,8 @@ $ python -m corpus.cluster "hf://datasets/HuggingFaceFW/fineweb-edu/sample/*/*.p
 
 All settings of prepare.py are settings here, and the result is byte-identical. --workers is the number of tasks that
 run at a time; 0 = one per core with the local executor, all tasks with the others. Many tasks share checking, sifting,
-tokenizing and cutting. A single task finds duplicates, with 52 bytes of memory per document, 164 with near-duplicates:
-1 TB of web pages (300 million documents) needs 16 or 50 GB on one machine.
+tokenizing and cutting. A single task finds duplicates, with about 150 bytes of memory per document, 570 with
+near-duplicates: 1 TB of web pages (300 million documents) needs 45 or 170 GB on one machine.
 
 After a kill the same command resumes with the unfinished tasks; datatrove's logs are in OUT.tmp/work/logs.
 """
