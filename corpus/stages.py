@@ -349,7 +349,7 @@ def decide(work, n):
     Find duplicates among the first n groups, and duplicates and withdrawn documents of --known. Returns the rows of
     these groups, a table with the columns that are needed here, and their reasons, an object array.
 
-    Memory: about 150 bytes per document, 570 with near-duplicates. The table of rows is a third of that.
+    Memory: about 150 bytes per document, 570 with near-duplicates.
     """
     columns = ["reason", "source", "text", *PLACE]
     columns += ["bands"] * bool(work.near_dedup) + ["id", "url"] * bool(work.known)

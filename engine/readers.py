@@ -117,16 +117,18 @@ def files_of(path, skip=()):
     name if it has one in the folder. skip: names of files and folders inside to leave out. OSError if a folder cannot
     be read.
     """
-    # (number of links in the path, path): fewest links come first. A loop of links leads to a folder seen before.
-    heap, seen = [(0, path)], {}
+    # (links in the path, path, where it leads): fewest links come first. A loop of links leads to a folder seen before.
+    heap, seen = [(0, path, os.path.realpath(path))], {}
     while heap:
-        links, inner = heapq.heappop(heap)
-        first = seen.setdefault(os.path.realpath(inner), inner)
-        if first == inner and os.path.isdir(inner):
+        links, inner, real = heapq.heappop(heap)
+        if seen.setdefault(real, inner) == inner and os.path.isdir(inner):
             for entry in os.scandir(inner):
                 if entry.name in skip:
                     continue
-                heapq.heappush(heap, (links + entry.is_symlink(), entry.path))
+                # realpath() looks at each part of a path, which takes long for thousands of files.
+                plain = entry.is_file(follow_symlinks=False)
+                leads = os.path.join(real, entry.name) if plain else os.path.realpath(entry.path)
+                heapq.heappush(heap, (links + entry.is_symlink(), entry.path, leads))
     return sorted(inner for inner in seen.values() if not os.path.isdir(inner))
 
 
