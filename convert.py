@@ -223,7 +223,7 @@ def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
 def shape_in(folder):
     """The ApertusConfig of a run folder, or of another Hugging Face folder."""
     hf = read_json(f"{folder}/config.json")
-    # transformers keeps our settings in what it saves, but may have changed the model.
+    # transformers keeps our settings in the files that it saves, but may have changed the model.
     if os.path.isdir(f"{folder}/ckpt") or hf.get("model_type") == "nanoapertus":
         return ApertusConfig.of(settings_of(folder))
     return config_from_hf(hf)
