@@ -100,11 +100,11 @@ def test_nothing_is_larger_than_its_limit():
     found, limits = sizes(), json.loads(read(LIMITS))
     assert found.keys() == limits.keys()
     # From Python 3.12 on, tokenize also counts what stands inside f-strings.
-    assert sys.version_info > (3, 12) or {
+    assert sys.version_info > (3, 12) or not {
         name: size
         for name, size in found.items()
         if size > limits[name]
-    } == {}
+    }
 
 
 def git(*args):
@@ -131,7 +131,7 @@ def test_no_line_is_wider_than_a_screen():
         for n, line in enumerate(read(file).splitlines(), 1)
         if len(line) > 120
     ]
-    assert wide == []
+    assert not wide
 
 
 # -----------------------------------------------------------------------------
