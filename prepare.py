@@ -20,7 +20,7 @@ $ python prepare.py "hf://datasets/epfml/FineWeb2-HQ/deu_Latn/*.parquet" --max_b
 FineWeb2-HQ is, by its card, the best tenth of FineWeb-2. On files with a column of scores (FineWeb-Edu: score)
 --score_field=score --keep_top=0.33 keeps the best third of each language. The stages are in corpus/stages.py.
 
-Memory does not grow with the length of the texts: about 150 bytes per document, 570 with near-duplicates. A run needs
+Memory does not grow with the length of the texts: about 180 bytes per document, 230 with near-duplicates. A run needs
 disk space for three times the text. After a kill the same command resumes. The output is byte-identical for any
 --workers.
 """

@@ -15,7 +15,7 @@ import os
 
 import numpy as np
 import pyarrow
-import pyarrow.compute as pc
+from numpy.lib.format import open_memmap
 from tqdm import tqdm
 
 from corpus.dedup import LONG, fingerprint, signatures, words
@@ -31,6 +31,9 @@ find = ""                           # a document to find in them: an id, a URL, 
 similarity = 0.72                   # MinHash similarity from which a document is a near-duplicate of find
 when = ""                           # with find: a run folder of train.py; prints the steps that read the document
 
+# Tokens of a shard that are in memory at a time.
+PIECE = 1 << 20
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # verify
@@ -43,17 +46,18 @@ def verify(folder):
     """
     meta, report = described(folder)
     rows = pyarrow.concat_tables(ledger(folder, ["shard", "offset", "tokens"])).drop_null()
-    tokens = pc.sum(rows["tokens"], min_count=0).as_py()
-    by_shard = rows.group_by("shard").aggregate([("offset", "list")])
-    listed = dict(zip(by_shard["shard"].to_pylist(), by_shard["offset_list"].to_pylist()))
+    tokens = np.sum(rows["tokens"])
+    listed = dict(zip(*map(np.asarray, rows.group_by("shard").aggregate([("offset", "list")]).columns)))
     for shard in tqdm(shards_of(meta), "shards", unit="shard", disable=None, leave=False):
         path = f"{folder}/{shard['file']}"
         if sha256(path) != shard["sha256"]:
             raise ValueError(f"{path} has changed since prepare.py wrote it: another sha256")
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-        tokens -= len(ids)
+        tokens -= shard["tokens"]
+        # Mapped anew for each piece, or the whole shard would stay in memory.
+        begins = [at + np.flatnonzero(open_memmap(path, mode="r")[at:at + PIECE] == meta["bos"])
+                  for at in range(0, shard["tokens"], PIECE)]
         # No document begins in a shard that lies inside a long document.
-        if sorted(listed.pop(shard["file"], [])) != np.flatnonzero(ids == meta["bos"]).tolist():
+        if not np.array_equal(np.sort(listed.pop(shard["file"], [])), np.concatenate(begins)):
             raise ValueError(f"{path}: its documents do not begin where documents.parquet says")
     if tokens or listed:
         raise ValueError(f"{folder}: the shards hold other documents than documents.parquet: {-tokens:+,} tokens")

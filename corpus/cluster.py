@@ -9,8 +9,8 @@ $ python -m corpus.cluster "hf://datasets/HuggingFaceFW/fineweb-edu/sample/*/*.p
 
 All settings of prepare.py are settings here, and the result is byte-identical. --workers is the number of tasks that
 run at a time; 0 = one per core with the local executor, all tasks with the others. Many tasks share checking, sifting,
-tokenizing and cutting. A single task finds duplicates, with about 150 bytes of memory per document, 570 with
-near-duplicates: 1 TB of web pages (300 million documents) needs 45 or 170 GB on one machine.
+tokenizing and cutting. A single task finds duplicates, with about 180 bytes of memory per document, 230 with
+near-duplicates: 1 TB of web pages (300 million documents) needs 54 or 70 GB on one machine.
 
 After a kill the same command resumes with the unfinished tasks; datatrove's logs are in OUT.tmp/work/logs.
 """
@@ -80,9 +80,9 @@ def executor_of(name, final, tmp, before):
         return RayPipelineExecutor(**options)
     from datatrove.executor import SlurmPipelineExecutor
 
-    path = f"export PYTHONPATH={ROOT} PATH={os.path.dirname(sys.executable)}:$PATH"
     return SlurmPipelineExecutor(
-        **options, job_name=name, time=f"{hours}:00:00", partition=partition, env_command=path)
+        **options, job_name=name, time=f"{hours}:00:00", partition=partition,
+        env_command=f"export PYTHONPATH={ROOT} PATH={os.path.dirname(sys.executable)}:$PATH")
 
 
 if __name__ == "__main__":

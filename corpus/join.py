@@ -55,14 +55,13 @@ def join_folders(folders, out):
             shutil.copy(f"{folders[0]}/tokenizer.json", new)
         tables = (table for folder in folders for table in changed(folder, renamed, folder, names, final))
         write_ledger(new / FILE, tables)
-        streams = {}
-        for (folder, source), name in names.items():
-            streams[name] = {
+        streams = {
+            name: {
                 split: [dict(shard, file=seen_from(final, folder, shard["file"])) for shard in part["shards"]]
-                for split, part in metas[folder]["sources"][source].items()
-            }
-        reports = [read_json(f"{folder}/report.json") for folder in folders]
-        write_account(new, metas[folders[0]], streams, joined_report(reports, out))
+                for split, part in metas[folder]["sources"][source].items()}
+            for (folder, source), name in names.items()}
+        report = joined_report([read_json(f"{folder}/report.json") for folder in folders], out)
+        write_account(new, metas[folders[0]], streams, report)
         publish(final, tmp)
         clear(tmp)
 
@@ -103,7 +102,7 @@ def joined_report(parts, out):
     return dict(
         run=dict(
             parts[0]["run"],
-            out=os.path.normpath(out),
+            out=out,
             command="\n".join(part["run"]["command"] for part in parts)),
         inputs=[file for part in parts for file in part["inputs"]],
         ignored=ignored,

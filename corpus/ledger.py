@@ -59,9 +59,8 @@ withdrawn       taken out after the data were made (--remove)
 
 
 def schema():
-    texts = "id source url language license reason split shard withdrawn".split()
-    types = dict.fromkeys(texts, pyarrow.string()) | dict.fromkeys(NUMBERS, pyarrow.int64())
-    return pyarrow.schema(types | dict(text=pyarrow.uint64()))
+    texts = dict.fromkeys("id source url language license reason split shard withdrawn".split(), pyarrow.string())
+    return pyarrow.schema(texts | dict.fromkeys(NUMBERS, pyarrow.int64()) | dict(text=pyarrow.uint64()))
 
 
 def write_ledger(path, tables):

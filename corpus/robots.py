@@ -427,12 +427,8 @@ def parse_tdmrep(content):
         rows = [row for row in json.loads(content) if isinstance(row, dict)]
     except Exception:                                      # the file may hold anything
         return []
-    rules = []
-    for row in rows:
-        value = str(row.get("tdm-reservation")).strip()
-        if value in ("0", "1"):
-            rules.append(compiled(value == "1", str(row.get("location") or "/")))
-    return rules
+    values = [(str(row.get("tdm-reservation")).strip(), str(row.get("location") or "/")) for row in rows]
+    return [compiled(value == "1", location) for value, location in values if value in ("0", "1")]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -527,11 +523,8 @@ def main():
         host, path = split_url(url)
         if not host:
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
-        store = {}
-        if robots.endswith(".txt"):
-            store = {host: Path(robots).read_bytes()}
-        elif robots:
-            store = open_robots(robots)
+        one = robots.endswith(".txt")
+        store = {host: Path(robots).read_bytes()} if one else open_robots(robots) if robots else {}
         groups = parse_robots(store.get(host) or b"")
         refused = dict(refusals(path, groups, agents, explicit))
         for agent in agents:

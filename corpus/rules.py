@@ -35,7 +35,7 @@ import math
 import re
 import runpy
 from array import array
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import blake2b
 from operator import ge, lt
 
@@ -222,20 +222,12 @@ LONG = 1_000_000            # characters of a text that count
 ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)
 
 
-def text_rule(spec):
-    """
-    beyond(spec, doc) as a function of a document, for a setting such as 'gopher,long-words:14,fineweb-2/configs': sets,
-    rules, rules with a limit, and a folder of FineWeb-2's limits.
-
-    ValueError for an unknown name or limit; the function raises one for a damaged file in the folder.
-    """
-    limits_of(spec, "eng_Latn")
-    return partial(beyond, spec)
-
-
 def beyond(spec, doc):
     """
     The first rule that a document breaks, or None: fast sets first, each in datatrove's order.
+
+    spec: sets, rules, rules with a limit, and a folder of FineWeb-2's limits: 'gopher,long-words:14,fineweb-2/configs'.
+    ValueError for an unknown name or limit, or a damaged file in the folder.
 
     Most removed pages break an early rule, so that the later values are never computed. Only the first million
     characters of a text count. Documents of language "code" break no rule.
@@ -259,7 +251,7 @@ def beyond(spec, doc):
 
 @lru_cache(2_000)           # about the number of languages of FineWeb-2
 def limits_of(spec, language):
-    """({rule: limit}, stop words) for documents of a language, "" if it is unknown. ValueError: see text_rule."""
+    """({rule: limit}, stop words) for documents of a language, "" if it is unknown. ValueError: see beyond()."""
     limits, own, theirs = {}, {}, None
     for part in PART.findall(spec):
         name, _, number = part.partition(":")

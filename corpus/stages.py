@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow
 import pyarrow.compute as pc
-from pyarrow.parquet import read_table, write_table
+from pyarrow.parquet import ParquetFile, read_table, write_table
 
 import tokenizer as tokenizers
 from configurator import ROOT
@@ -40,7 +40,8 @@ from corpus.folder import publish
 from corpus.language import detect
 from corpus.pii import TAGS, scrub_pii
 from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
-from corpus.rules import TOXICITY, as_number, broken, by_language, listed, score_function, text_rule, top_thresholds
+from corpus.rules import (TOXICITY, as_number, beyond, broken, by_language, limits_of, listed, score_function,
+                          top_thresholds)
 from corpus.shards import dtype_of, safe, write_shard, write_tokens
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json, sha256, write_json
@@ -124,7 +125,9 @@ class Work:
             explicit=self.agents_no_star,
         )
         top_thresholds([], self.keep_top)                  # an error if keep_top is no share
+        limits_of(self.heuristics, "eng_Latn")             # an error if there is no such rule
         below = TOXICITY if self.max_value == "apertus" else by_language("max_value", self.max_value)
+        near = given(dedup.bands_of, self.near_dedup) or (0, 0)
         return SimpleNamespace(
             score=given(score_function, self.score),
             robots=robots if self.robots or self.blocked else None,
@@ -140,8 +143,9 @@ class Work:
                 rate=by_language("keep_rate", self.keep_rate, True),
                 seed=self.seed,
             ),
-            text=text_rule(self.heuristics),
-            near=given(dedup.bands_of, self.near_dedup),
+            text=partial(beyond, self.heuristics),
+            near=near,
+            bands=[f"band {i}" for i in range(near[0])],
             contamination=self.decontaminate and dedup.Contamination(dedup.read_prompts(self.decontaminate)),
             tok=given(tokenizers.load, self.tokenizer),
         )
@@ -208,7 +212,7 @@ def check_files(number, work):
 
 def documents_of(number, work):
     """Yield the documents of a group, with the defaults for missing columns."""
-    wanted = [*COLUMNS, *filter(None, (work.score_field, work.max_field, work.source_by))]
+    wanted = [*COLUMNS, work.score_field, work.max_field, work.source_by]
     defaults = dict(language=work.default_language, license=work.default_license)
     for file, part in work.groups[number]:
         for doc in documents(file, part, work.text_field, wanted):
@@ -247,15 +251,15 @@ def sift(number, work):
     A group -> sift/{number}.text, the texts that pass, and sift/{number}.parquet: a row of the ledger for each of its
     documents, with the place of its text and its keys for near-duplicates.
     """
-    rows, field = [], work.score_field
+    tables, field = [], work.score_field
     columns = partial(work.rules.columns, top=field and (field, work.result("thresholds")))
     with open(sifted(work, number).with_suffix(".text"), "wb") as f:
         for docs in handfuls(documents_of(number, work)):
             for doc in docs:
-                doc.update(reason=reason_alone(doc, work, columns), bands=None)
+                doc.update(reason=reason_alone(doc, work, columns), bands={})
             by_words([doc for doc in docs if not doc["reason"]], work.rules)
-            rows += [dict(row_of(doc, f, work), group=number) for doc in docs]
-    write_rows(rows, work, number)
+            tables.append(table_of([dict(row_of(doc, f, work), group=number) for doc in docs], work))
+    write_table(pyarrow.concat_tables(tables), sifted(work, number))
     return {}
 
 
@@ -286,14 +290,14 @@ def reason_alone(doc, work, columns):
 
 
 def by_words(docs, found):
-    """Set the keys for near-duplicates, "bands", and the reason of contaminated documents."""
-    if not docs or not (found.near or found.contamination):
+    """Set "bands", the keys for near-duplicates, {band: key}, and the reason of contaminated documents."""
+    if not docs or not (found.bands or found.contamination):
         return
     texts = [doc["text"] for doc in docs]
     ids, ends = dedup.words([text[:dedup.LONG] for text in texts])
-    if found.near:
+    if found.bands:
         for doc, keys in zip(docs, dedup.band_keys(dedup.signatures(ids, ends), *found.near)):
-            doc["bands"] = keys
+            doc["bands"] = dict(zip(found.bands, keys))
     if found.contamination:
         for i, prompt in found.contamination.find(texts, ids, ends).items():
             docs[i]["reason"] = f"contaminated:prompt {prompt}"
@@ -324,20 +328,20 @@ def row_of(doc, f, work):
         # Of the text before personal data is replaced: two texts that differ only in an address are no duplicates.
         text=dedup.fingerprint(came),
         id_hash=id_hash(doc["id"]),
-        bands=doc["bands"],
+        **doc["bands"],
     )
 
 
+@lru_cache
 def sifted(work, number):
     """The file with the rows of a group; its texts are next to it."""
     return work.folder / "sift" / f"{number}.parquet"
 
 
-def write_rows(rows, work, number):
-    """Write rows of the ledger, with null where a later stage fills in, and with more columns for judge()."""
-    more = [("group", pyarrow.int32()), ("id_hash", pyarrow.uint64()), ("bands", pyarrow.list_(pyarrow.uint64()))]
-    table = pyarrow.Table.from_pylist(rows, pyarrow.schema([*ledger.schema(), *more]))
-    write_table(table, sifted(work, number))
+def table_of(rows, work):
+    """Rows of the ledger as a table, with null where a later stage fills in, and with more columns for judge()."""
+    more = [("group", pyarrow.int32()), *((name, pyarrow.uint64()) for name in ("id_hash", *work.rules.bands))]
+    return pyarrow.Table.from_pylist(rows, pyarrow.schema([*ledger.schema(), *more]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -349,11 +353,9 @@ def decide(work, n):
     Find duplicates among the first n groups, and duplicates and withdrawn documents of --known. Returns the rows of
     these groups, a table with the columns that are needed here, and their reasons, an object array.
 
-    Memory: about 150 bytes per document, 570 with near-duplicates.
+    Memory: about 180 bytes per document, 230 with near-duplicates.
     """
-    columns = ["reason", "source", "text", *PLACE]
-    columns += ["bands"] * bool(work.near_dedup) + ["id", "url"] * bool(work.known)
-    rows = pyarrow.concat_tables(read_table(sifted(work, number), columns=columns) for number in range(n))
+    rows = read(["reason", "source", "text", *PLACE, *["id", "url"] * bool(work.known)], work, n)
     reason, text = rows["reason"].to_numpy(), rows["text"].to_numpy()
     # If the corpus had a copy of a planted passage, training would see it more often than planned.
     before = np.array([dedup.fingerprint(passage["text"]) for passage in work.passages], np.uint64)
@@ -369,10 +371,15 @@ def decide(work, n):
         left = np.flatnonzero(reason == "")
         reason[np.delete(left, np.unique(text[left], return_index=True)[1])] = "duplicate"
     if work.near_dedup:
-        left = reason == ""
-        keys = pc.list_flatten(rows["bands"].filter(left)).to_numpy().reshape(-1, work.rules.near[0])
-        reason[np.flatnonzero(left)[dedup.seen_before(keys)]] = "near-duplicate"
+        left = np.flatnonzero(reason == "")
+        keys = (read([band], work, n)[band].take(left).to_numpy() for band in work.rules.bands)
+        reason[left[list(dedup.seen_before(keys))]] = "near-duplicate"
     return rows, reason
+
+
+def read(columns, work, n):
+    """Columns of the rows of the first n groups, as a table."""
+    return pyarrow.concat_tables(ParquetFile(sifted(work, number)).read(columns) for number in range(n))
 
 
 def groups_needed(work, n):
@@ -396,11 +403,11 @@ def judge(number, work):
         counts = ", ".join(f"{n:,} {why}" for why, n in Counter(reason).most_common(5))
         raise ValueError(f"no document is left ({counts or 'the files are empty'})")
     copies, ends = planted(work), halve(work, *rows.take(left).to_pylist()) if len(left) == 1 else []
-    write_rows(ends + copies, work, EXTRA)
-    extra = read_table(sifted(work, EXTRA), columns=rows.column_names)
+    extra = table_of(ends + copies, work)
+    write_table(extra, sifted(work, EXTRA))
     reason = np.append(reason, extra["reason"])
     kept = np.flatnonzero(reason == "")
-    rows = pyarrow.concat_tables([rows, extra]).select(["source", "text", *PLACE])
+    rows = pyarrow.concat_tables(table.select(["source", "text", *PLACE]) for table in (rows, extra))
     # Removed documents have sources too. The planted passages' source is the last.
     sources = sorted(rows["source"].unique().to_pylist(), key=lambda name: (name == "probes" and any(copies), name))
     if work.source_by not in ("", "file") and sources == ["none"]:
@@ -542,9 +549,6 @@ def about(work, name):
         if work.max_bytes and file["name"] not in read:
             file["problem"] = file["problem"] or "not read: --max_bytes was reached"
     robots = work.rules.robots
-    if robots:
-        robots = dict(store=work.robots or work.blocked, agents=robots["agents"], missing=work.missing,
-                      only_explicit=work.agents_no_star, **ledger.opt_outs(work.data, robots["store"]))
     planted = None
     if work.passages:
         passages = [dict(passage, ids=work.tok.encode(passage["text"])) for passage in work.passages]
@@ -567,7 +571,9 @@ def about(work, name):
         "is, the one with the least; of a single document its end.",
         pii=dict(scrubbed=work.pii, in_code=work.pii_in_code),
         probes=planted,
-        robots=robots,
+        robots=robots and dict(
+            store=work.robots or work.blocked, agents=robots["agents"], missing=work.missing,
+            only_explicit=work.agents_no_star, **ledger.opt_outs(work.data, robots["store"])),
     )
 
 

@@ -162,7 +162,7 @@ def choose(final, out, asked):
     if stay:
         print(f"{counted(len(stay), 'text')} of the list kept under another id, such as {stay[0]}: "
               "name that id as well to remove it")
-    for source, split in sorted({(row["source"], row["split"]) for row in rows.values()} - left):
+    for source, split in {(row["source"], row["split"]) for row in rows.values()} - left:
         raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
                          "without these. Nothing was removed")
     names = {name for key, name in asked[0] if key == "id" and "://" not in name}

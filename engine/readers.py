@@ -27,6 +27,7 @@ files of about 100 MB are read faster than a few large ones.
 
 import contextlib
 import csv
+import functools
 import glob
 import hashlib
 import heapq
@@ -36,7 +37,6 @@ import json
 import logging
 import os
 import re
-from pathlib import Path
 
 import fsspec
 import pyarrow
@@ -70,13 +70,14 @@ def writable(text):
     return text.encode("utf-8", "replace").decode()
 
 
+# Asked several times for each file.
+@functools.lru_cache
 def ending(path):
     """
     The ending of a file name in lower case, without .gz or .zst, or "no ending": X.TXT.gz -> .txt. But .parquet.gz ->
     .gz, because no parquet file is read as an archive.
     """
-    name = re.sub(r"(?<!\.parquet)\.(gz|zst)$", "", path.lower())
-    return os.path.splitext(name)[1] or "no ending"
+    return os.path.splitext(re.sub(r"(?<!\.parquet)\.(gz|zst)$", "", path.lower()))[1] or "no ending"
 
 
 def kind_of(path):
@@ -151,7 +152,7 @@ def local(path):
             yield os.path.basename(match), match, None
         elif os.path.isdir(match):
             for file in files_of(match):
-                name = Path(file).relative_to(match).as_posix()
+                name = file[len(match):].replace(os.sep, "/").lstrip("/")
                 yield name, file, why_not(file, name)
         else:
             raise ValueError(f"{match}: a broken link, or not a file")
@@ -237,8 +238,7 @@ def open_bytes(file):
     """A binary stream of a file, decompressed; with an encoding, as UTF-8. Reading a torn file raises an error."""
     path = file["path"]
     # fsspec would stop at the end of the first frame of a .zst.
-    packing = dict(gz="gzip", zst="zstd").get(path.lower().rpartition(".")[2])
-    stream = pyarrow.input_stream(open_raw(path), packing)
+    stream = pyarrow.input_stream(open_raw(path), dict(gz="gzip", zst="zstd").get(path.lower().rpartition(".")[2]))
     if file.get("encoding"):
         stream = pyarrow.transcoding_input_stream(stream, file["encoding"], "utf-8")
     return io.BufferedReader(stream, 1 << 20)
@@ -379,8 +379,8 @@ def file_row(path, raw):
         text = trafilatura.extract(raw, include_comments=False)
         if not text:
             return "HTML without a main text"
-        metas = trafilatura.load_html(raw).iter("meta")
-        return dict(text=text, metas=[(meta.get("name", ""), meta.get("content", "")) for meta in metas])
+        return dict(text=text, metas=[
+            (meta.get("name", ""), meta.get("content", "")) for meta in trafilatura.load_html(raw).iter("meta")])
     text = raw.decode("utf-8-sig", "surrogateescape")
     row = dict(text=text)
     if ending(path) == ".py":
@@ -406,8 +406,8 @@ def rows(file, part, columns=(), errors="surrogateescape"):
     with in_one_line(path):
         if kind == "parquet":
             parquet = ParquetFile(open_raw(path))
-            names = [name for name in parquet.schema_arrow.names if name in columns]
-            for batch in parquet.iter_batches(512, row_groups=[begin], columns=names or None):
+            for batch in parquet.iter_batches(512, row_groups=[begin], columns=[
+                    name for name in parquet.schema_arrow.names if name in columns] or None):
                 yield from enumerate(batch.to_pylist(), number)
                 number += len(batch)
             return

@@ -44,9 +44,9 @@ def test_a_row_that_shares_a_key_with_an_earlier_one_that_stays_was_seen_before(
     """Against a Python set. Keys of different bands differ, as in band_keys()."""
     keys = np.random.default_rng(0).integers(0, 3000, (1800, 3), dtype=np.uint64) * 3 + np.arange(3, dtype=np.uint64)
     seen = set()
-    for row, again in zip(keys.tolist(), dedup.seen_before(keys)):
-        assert again != seen.isdisjoint(row)
-        seen.update([] if again else row)
+    # update() returns None: a row that shares no key is not in the list, and its keys are seen from there on.
+    assert list(dedup.seen_before(keys.T)) == [
+        i for i, row in enumerate(keys) if not seen.isdisjoint(row) or seen.update(row)]
 
 
 def test_equal_words_have_equal_hashes_and_no_others():

@@ -16,14 +16,14 @@ import pytest
 from conftest import ROOT, table
 from corpora import put
 from corpus import rules
-from corpus.rules import HEURISTICS, broken, by_language, text_rule, top_thresholds
+from corpus.rules import HEURISTICS, beyond, broken, by_language, top_thresholds
 
 with gzip.open(f"{ROOT}/tests/golden/heuristics.jsonl.gz", "rt") as lines:
     PAGES = list(map(json.loads, lines))
 
 
 def verdict(spec, text, language="eng_Latn"):
-    return text_rule(spec)(dict(text=text, language=language))
+    return beyond(spec, dict(text=text, language=language))
 
 
 @pytest.mark.parametrize("name", ["gopher", "repetition", "c4", "fineweb"])
