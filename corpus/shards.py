@@ -34,7 +34,7 @@ def write_shard(path, pieces):
     header = dict(descr=pieces[0].dtype.str, fortran_order=False, shape=(n,))
     with open(path, "wb") as f:
         np.lib.format.write_array_header_1_0(f, header)
-        # Each is released after it: a mapped file would stay in memory.
+        # A mapped file stays in memory until its piece is released.
         while pieces:
             f.write(pieces.pop(0))
     return dict(tokens=n, sha256=sha256(path))

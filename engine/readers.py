@@ -70,7 +70,7 @@ def writable(text):
     return text.encode("utf-8", "replace").decode()
 
 
-# Asked several times for each file.
+# Cached because each file is asked about several times in a row.
 @functools.lru_cache
 def ending(path):
     """
