@@ -160,7 +160,6 @@ def begin(folder, began):
         print(f"not read: {len(names):,} ({kind}), such as {names[0]}")
     asked = settings(globals()) | dict(
         name=os.path.basename(out),
-        repetitions=list(repetitions),
         by_id=(split_by or ("text" if paths else "id")) == "id",
         default_language=default_language or ("" if paths else "code"),
         default_license=default_license or ("" if paths else "PSF-2.0"),

@@ -28,7 +28,7 @@ from data import read_meta
 # the files of the folder
 
 # Texts that are empty, equal, nearly equal or contain a prompt; two sources whose names give the same file name; a null
-# license; columns of the user's, one of which is not UTF-8; and a text that is in validation by its hash, and would not
+# license; columns of the user's that are not UTF-8; and a text that is in validation by its hash, and would not
 # be by the hash of the text without its addresses.
 ODD = r"""
 {"id": "empty", "text": " \n", "lang": "nothing of it stays"}
@@ -36,8 +36,8 @@ ODD = r"""
 {"id": "two", "text": "We walked along the  river until the mill came into view and did not speak of the war again"}
 {"id": "near", "text": "We walked along the river until the mill came into view and did not speak of the war again. So"}
 {"id": "quiz", "text": "Question: how many legs does a healthy spider have? Answer: eight"}
-{"id": "mine", "text": "A text of somebody.", "lang": "a b", "bands": "x", "shard": 5, "url": "https://e.org/\ud800"}
-{"id": "dash", "text": "A text of another.", "lang": "a-b", "license": null}
+{"id": "mine", "text": "A text of one.", "lang": "a+b", "bands": "x", "license": "\ud800", "url": "https://e.de/\ud800"}
+{"id": "dash", "text": "A text of another.", "lang": "a-b", "license": null, "shard": 5}
 {"id": 0, "text": "A text of nobody.", "lang": 0, "license": ""}
 {"id": "mail", "text": "Write to eva@example.org or bob@example.org. They know."}
 """
@@ -67,7 +67,8 @@ def corpus(tmp_path_factory):
     rules = f"{root}/in/scan.pdf --robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72"
     rules += " --source_by=lang --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1"
     # Texts labelled German have English words; detection does not change a given label.
-    rules += " --detect_language=.9 --default_license=any --keep_licenses=cc0,mit,none,any --agents_no_star"
+    rules += """ --detect_language=.9 --keep_languages=roh_Latn,deu_Latn,eng_Latn,und,code,0,a+b,a-b
+        --default_license=any --keep_licenses=cc0,mit,none,any,? --agents_no_star"""
     args = [root / "in", *rules.split()]
     fill(root / "out", *args)
     return root / "out", args, texts
@@ -96,7 +97,7 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
     # The first of equal, and of nearly equal, texts in the input stays.
     assert [found[f"a.jsonl:{name}"]["reason"] for name in ("one", "two", "near")] == [
         "", "duplicate", "near-duplicate"]
-    assert {"0", "a b", "a-b", "deu_Latn", "none", "nothing of it stays"} < read_meta(str(out))["sources"].keys()
+    assert {"0", "a+b", "a-b", "deu_Latn", "none", "nothing of it stays"} < read_meta(str(out))["sources"].keys()
 
 
 def test_a_dry_run_prints_the_report_and_leaves_nothing(corpus, tmp_path):
