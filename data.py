@@ -143,11 +143,11 @@ class Stream:
 
 
 def read_meta(folder):
-    """meta.json of a data folder. ValueError with the command that makes it, if it is missing."""
+    """meta.json of a data folder. ValueError with the command that makes it, if it is missing or a stranger's."""
     path = f"{folder}/meta.json"
-    if not os.path.isfile(path):
-        raise ValueError(f"no data in {folder!r} (no meta.json): run `python prepare.py [FILES] --out={folder}`")
-    return read_json(path)
+    if not os.path.isfile(path) or "sources" not in (meta := read_json(path)):
+        raise ValueError(f"no prepared data in {folder!r}: run `python prepare.py [FILES] --out={folder}`")
+    return meta
 
 
 # -----------------------------------------------------------------------------
@@ -238,8 +238,7 @@ class TokenDataset:
         for s in np.unique(stream):
             mine = stream == s
             n = self.streams[s].n_windows
-            epoch, i = np.divmod(number[mine], n)
-            window[mine] = by_epoch(epoch, i, n, self.seed)
+            window[mine] = by_epoch(*np.divmod(number[mine], n), n, self.seed)
         return stream, window
 
     @functools.lru_cache(maxsize=8)
@@ -308,10 +307,9 @@ def fingerprint(meta, sources=None):
         return version(meta)
     rows = []
     for name in sources:
-        weight = sources[name] if isinstance(sources, dict) else None
         shards = [[split, shard["tokens"], shard.get("sha256")]
                   for split, part in meta["sources"][name].items() for shard in part["shards"]]
-        rows.append([name, weight, shards])
+        rows.append([name, sources[name] if isinstance(sources, dict) else None, shards])
     return sha256_of([[meta.get(key) for key in VOCABULARY], rows])
 
 
