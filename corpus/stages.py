@@ -145,6 +145,7 @@ class Work:
             ),
             text=partial(beyond, self.heuristics),
             near=near,
+            # The columns of the keys for near-duplicates, one for each band.
             bands=[f"band {i}" for i in range(near[0])],
             contamination=self.decontaminate and dedup.Contamination(dedup.read_prompts(self.decontaminate)),
             tok=given(tokenizers.load, self.tokenizer),
