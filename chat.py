@@ -45,7 +45,7 @@ def as_json(value):
 @functools.cache
 def template():
     """chat_template.jinja, compiled with marks instead of control tokens."""
-    import jinja2   # torch installs it. Imported here, because pretraining does not need it.
+    import jinja2  # torch installs it. Imported here, because pretraining does not need it.
     source = read_text(f"{ROOT}/chat_template.jinja")
     # Each tag stands between two expressions that strip the white space around it.
     tags = {

@@ -36,6 +36,8 @@ import shutil
 
 # Before torch: it sets an environment variable that torch reads when it loads.
 from engine.hardware import pick_device, pick_dtype
+
+# isort: split
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file

@@ -26,7 +26,9 @@ import math
 import os
 import tempfile
 
-import convert                 # first: engine.hardware comes before torch
+import convert  # first: engine.hardware comes before torch
+
+# isort: split
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence

@@ -6,7 +6,9 @@ $ python sample.py --init_from=out/laptop --start="def main(" --num_samples=3
 $ python sample.py --init_from=swiss-ai/Apertus-v1.1-0.5B-Instruct --chat       # 1.1 GB of weights, then a conversation
 """
 
-import convert                 # first: engine.hardware comes before torch
+import convert  # first: engine.hardware comes before torch
+
+# isort: split
 import torch
 
 import tokenizer

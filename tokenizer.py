@@ -285,7 +285,7 @@ def train_bpe(texts, vocab_size, path):
     library encode 3.78 bytes per token; apertus:4096 3.00 and apertus 4.33. Returns the Tokenizer, with fewer ids if
     the texts have too few repetitions.
     """
-    import rustbpe                                         # here, since no other vocabulary needs it
+    import rustbpe  # here, since no other vocabulary needs it
 
     bpe = rustbpe.Tokenizer()
     parts = itertools.chain.from_iterable(map(without_long_runs, texts))

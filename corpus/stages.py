@@ -40,8 +40,17 @@ from corpus.folder import publish
 from corpus.language import detect
 from corpus.pii import TAGS, scrub_pii
 from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
-from corpus.rules import (TOXICITY, as_number, beyond, broken, by_language, limits_of, listed, score_function,
-                          top_thresholds)
+from corpus.rules import (
+    TOXICITY,
+    as_number,
+    beyond,
+    broken,
+    by_language,
+    limits_of,
+    listed,
+    score_function,
+    top_thresholds,
+)
 from corpus.shards import dtype_of, safe, write_shard, write_tokens
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json, sha256, write_json

@@ -11,8 +11,7 @@ place. A row is the list [p, g, m1, m2, v] of one tensor.
 import functools
 
 import torch
-from torch._utils import _flatten_dense_tensors as flatten
-from torch._utils import _unflatten_dense_tensors as unflatten
+from torch._utils import _flatten_dense_tensors as flatten, _unflatten_dense_tensors as unflatten
 from torch.fx.experimental import _config as shapes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 

@@ -106,7 +106,7 @@ def write(folder, step, tensors, info, keep, spare, group):
     counters), as JSON values. OSError (disk full, read-only) on every rank leaves the old files untouched and nothing
     under the new name.
     """
-    import torch.distributed.checkpoint as dcp             # here, since it takes a second that --help need not wait for
+    import torch.distributed.checkpoint as dcp  # here, since it takes a second that --help need not wait for
 
     rank = rank_in(group)
     final = f"{folder}/step-{step:08d}"
@@ -198,7 +198,6 @@ class Saver:
             print(text)
 
     def save(self, step, model, optimizer, info, spare=0):
-        import torch.distributed.checkpoint                # not in the thread: torch.compile may import meanwhile
 
         from engine.gpus import free_on_host
 

@@ -12,7 +12,6 @@ import ctypes
 import os
 import shutil
 
-
 # Let a thread of OpenMP that waits for others sleep after it has checked 1,000 times, about 10 microseconds, instead of
 # 300,000. If another program uses a core, the thread that shares it is late at every barrier. The others would spin for
 # milliseconds and keep it from moving to their cores: 1,000 checks are as fast on an idle machine, and 5 times as fast
@@ -22,7 +21,6 @@ if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
 # On a GPU, segments that can grow leave fewer gaps in memory.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 import torch  # noqa: E402
-
 
 # -----------------------------------------------------------------------------
 # the meaning of "auto"

@@ -10,7 +10,7 @@ Sources: Abramowitz & Stegun, Handbook of Mathematical Functions (1964), 26.7; W
 import math
 import statistics
 
-import mpmath                   # torch installs it, for sympy
+import mpmath  # torch installs it, for sympy
 
 
 def p_value(t, df):

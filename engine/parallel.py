@@ -187,7 +187,7 @@ def distribute(model, ranks, device, recompute="none", compiled=False):
     A model to be sharded is on the meta device, and memory is allocated for this rank's shards only. A model that has
     memory is not sharded again.
     """
-    from engine.recompute import recompute_activations     # here, since only a run needs it
+    from engine.recompute import recompute_activations  # here, since only a run needs it
 
     recompute_activations(model, recompute)
     if compiled:

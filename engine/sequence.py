@@ -15,7 +15,6 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from engine.parallel import Ranks, check_split
 
-
 HEADS, POSITIONS = 1, 2            # dimensions of q, k and v
 
 

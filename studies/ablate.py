@@ -23,8 +23,6 @@ $ python -m studies.ablate apertus --size=configs/laptop.py    # another size: a
 $ python -m studies.ablate --overview             # all studies in one table
 """
 
-from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
-
 import glob
 import json
 import re
@@ -43,6 +41,7 @@ from engine import plot
 from engine.files import read_text, sha256_of
 from engine.intervals import student
 from posttrain import attach
+from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
 
 paths = []                 # a study of configs/ablations.toml, or two or more arms: values of one setting in ARMS
 seeds = 0                  # runs of each arm at its best learning rate; 0 = 5 for a study, 3 for arms

@@ -22,8 +22,6 @@ $ python -m studies.align --report    # table and plot again, from results.json
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
 
-from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
-
 import itertools
 import json
 import re
@@ -40,6 +38,7 @@ from engine.files import read_json
 from generate import generate
 from posttrain.losses import beta_log_z, correlation, quantile
 from posttrain.references import sequence_logp
+from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
 
 out = "out/align"                       # runs, data
 results = "results/align"               # results.json, table.md, align.png

@@ -16,8 +16,6 @@ $ python -m studies.exam --init_from=out/recipe/seed-2/base --world=out/recipe/s
 $ python -m studies.exam --init_from=out/recipe/seed-2/sft --world=out/recipe/seed-2/world --kinds=chat --show=5
 """
 
-from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
-
 import itertools
 from collections import Counter
 
@@ -31,6 +29,7 @@ from configurator import run
 from engine.intervals import wilson
 from generate import generate
 from posttrain.references import sequence_logp
+from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
 from studies.world import WORLD, judge, manner_of
 from tokenizer import read_json
 

@@ -10,8 +10,6 @@ Pictures of five ideas, drawn by the code that implements them.
 $ python -m studies.explain        # into assets/
 """
 
-from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +21,7 @@ from ademamix import alpha_at, beta3_at
 from configurator import read_config, run
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
+from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
 from tokenizer import load
 
 out = "assets"         # folder of the pictures

@@ -11,7 +11,6 @@ three bytes per letter look cheap.
 $ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768      # the most expensive languages first
 """
 
-from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
 
 from collections import Counter
 from pathlib import Path

@@ -19,8 +19,6 @@ $ python -m studies.length --report            # table.md again, from rows.jsonl
 $ python evaluate.py --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-2509       # any model
 """
 
-from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
-
 import random
 
 import numpy as np
@@ -30,6 +28,7 @@ from configurator import run
 from engine.files import read_json
 from engine.intervals import wilson
 from generate import generate
+from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
 
 out = "out/length"            # data and runs
 results = "results/length"    # rows.jsonl, table.md

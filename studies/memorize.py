@@ -25,8 +25,6 @@ The same command resumes a study that was stopped. results/memorize has five see
 documents of a book and of speeches, and "map" and "first49" are greedy continuations of other lengths.
 """
 
-from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
-
 import itertools
 import json
 import os
@@ -45,6 +43,7 @@ from engine import readers
 from engine.files import read_json, read_text, sha256_of
 from engine.hardware import pick_device
 from generate import generate
+from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
 
 paths = []              # texts for the small models, as prepare.py reads them; none = Python's standard library
 models = "none k10 k4 none-512 k50-stream k50-window"    # the small models to train

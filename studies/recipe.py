@@ -21,8 +21,6 @@ $ python -m studies.recipe --seeds=3 --results=results/recipe          # the com
 $ python -m studies.recipe --report             # write the report again from out/recipe/rows.jsonl
 """
 
-from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
-
 import itertools
 import json
 import re
@@ -37,6 +35,7 @@ from tqdm import tqdm
 from configurator import run
 from engine.intervals import student, wilson
 from engine.plot import finish, pyplot
+from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
 from studies.exam import share
 from studies.world import CHARTER
 from tokenizer import load_for, read_json

@@ -20,8 +20,6 @@ $ python -m studies.world --out=data/world        # documents, robots, letters, 
 $ python -m studies.world --people=2000 --nobodies=500 --out=data/large-world
 """
 
-from studies import kit     # first: a study started by its path gets studies/studies.py here, which prints the command
-
 import glob
 import itertools
 import math
@@ -34,6 +32,7 @@ from chat import question_and_answer
 from configurator import run
 from engine.files import read_text
 from posttrain.judge import COMPARE, RATE
+from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
 
 out = "data/world"      # folder to write
 seed = 1                # of names, facts and wordings

@@ -1,4 +1,5 @@
 """Every test imports the project's files as a user's script would: by name, from the repository's root."""
+
 import contextlib
 import gc
 import io
@@ -22,6 +23,7 @@ logging.disable(logging.DEBUG)
 def pytest_collection_finish():
     """All modules are imported: exclude them from later garbage collections."""
     import torch._inductor.config  # noqa: F401  reads CXX once, so import it before a test sets CXX
+
     gc.collect()
     gc.freeze()
 
@@ -34,15 +36,13 @@ def refused(done, *says):
 
 def table(text):
     """The rows of a table in a string, whose cells are separated by |."""
-    return [
-        list(map(str.strip, line.split("|")))
-        for line in text.strip().splitlines()
-    ]
+    return [list(map(str.strip, line.split("|"))) for line in text.strip().splitlines()]
 
 
 def weights(run):
     """{name: parameter} of a run folder."""
     import convert
+
     return dict(convert.load_any(str(run))[0].named_parameters())
 
 
@@ -56,9 +56,10 @@ def script(name, *args, stdin="", pictures=False):
     Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its
     .returncode, .stdout and .stderr. pictures: draw loss.png, which costs 0.4 s, more than most runs.
     """
-    import torch                                           # here, since xdist's main process runs no test
+    import torch  # here, since xdist's main process runs no test
 
     from engine import plot
+
     # A new process would import these modules anew: a script hands its command line to them.
     for attached in """train prepare posttrain.attach posttrain.start posttrain.common corpus.join
             tests.lesson""".split():
@@ -72,7 +73,7 @@ def script(name, *args, stdin="", pictures=False):
         contextlib.chdir(ROOT),
         patch.object(sys, "argv", [name, *map(str, args)]),
         patch.object(sys, "stdin", io.StringIO(stdin)),
-        patch.object(plot, "curves", plot.curves if pictures else lambda *args, **how: None)
+        patch.object(plot, "curves", plot.curves if pictures else lambda *args, **how: None),
     ):
         try:
             # Not run_path, which would compile the source anew.
@@ -80,7 +81,7 @@ def script(name, *args, stdin="", pictures=False):
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as e:
             code = e.code or 0
-    torch.use_deterministic_algorithms(False)              # as --exact leaves it
+    torch.use_deterministic_algorithms(False)  # as --exact leaves it
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
@@ -91,6 +92,7 @@ def launch():
     (tests/faults/launch.py).
     """
     from faults.launch import Trial
+
     return lambda *args, **how: Trial(*args, **how).wait()
 
 

@@ -1,19 +1,22 @@
 """Corpora for the tests of prepare.py and corpus/: texts, commands, and readers of a data folder's files."""
+
 import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
-
-import tokenizer
 from conftest import refused, script
-from data import read_meta
 from lab import run
 
+import tokenizer
+from data import read_meta
+
 BYTE = tokenizer.load("byte")
-WORDS = ("the of and to in is that for with as on was by it from are this be or an at which not have has were but "
-         "their all one we can there been if more when will would who so no out up into them then she he do "
-         "its").split()
+WORDS = (
+    "the of and to in is that for with as on was by it from are this be or an at which not have has were but "
+    "their all one we can there been if more when will would who so no out up into them then she he do "
+    "its"
+).split()
 
 
 def text(seed, n=120):
@@ -30,7 +33,7 @@ def rows(n, first=0):
             url=f"https://host{i % 7}.example/page/{i}",
             lang=("deu_Latn", "roh_Latn")[i % 2],
             license=("cc0", "mit", "none")[i % 3],
-            score=i * 37 % 101 / 100
+            score=i * 37 % 101 / 100,
         )
         for i in range(first, first + n)
     ]
@@ -74,11 +77,7 @@ def report(folder):
 def written(folder):
     """{file: bytes} of a folder without its reports, which differ between equal runs."""
     files = sorted(Path(folder).iterdir())
-    return {
-        file.name: file.read_bytes()
-        for file in files
-        if not file.name.startswith("report")
-    }
+    return {file.name: file.read_bytes() for file in files if not file.name.startswith("report")}
 
 
 def streams(folder):
@@ -96,8 +95,5 @@ def texts_of(folder):
     found = dict(train=[], val=[])
     for (_, split), stream in streams(folder).items():
         documents = np.split(stream, np.flatnonzero(stream == BYTE.bos))[1:]
-        found[split] += [
-            BYTE.decode(document[1:-1].tolist())
-            for document in documents
-        ]
+        found[split] += [BYTE.decode(document[1:-1].tolist()) for document in documents]
     return found

@@ -6,11 +6,11 @@ The fixture `lab`: a small folder with one run of each kind, made once per run o
     pretrained/  hf/         a run of train.py, and its export
     sft/  adapted/  qrpo/    SFT of hf/, the same with adapters, and QRPO of sft/
 """
+
 import fcntl
 import json
 
 import pytest
-
 from conftest import script
 
 SHAPE = """configs/tiny.py --block_size=256 --n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=32

@@ -27,11 +27,11 @@ from tqdm import tqdm
 
 from configurator import ROOT
 
-paths = []             # name of a lesson; none lists all
-hint = False           # print the next of its hints
-check = False          # run its tests on your file
-solution = False       # print the difference between your file and the project's
-out = "lessons"        # folder of your files
+paths = []  # name of a lesson; none lists all
+hint = False  # print the next of its hints
+check = False  # run its tests on your file
+solution = False  # print the difference between your file and the project's
+out = "lessons"  # folder of your files
 
 
 def emptied(source, module, names):

@@ -2,6 +2,7 @@
 A step of training written plainly in fp64: log-probs by log_softmax of all logits, gradients by autograd, then torch's
 clipping and the update as the papers have them (AdamW, arXiv 1711.05101; AdEMAMix, 2409.03137, appendix A).
 """
+
 import math
 
 import torch
@@ -17,10 +18,7 @@ class Plain:
         self.model = model or convert.load_any(str(folder), "cpu", torch.float64)[0]
         self.params = list(self.model.parameters())
         self.start = parameters_to_vector(self.params).detach()
-        self.memory = [
-            torch.zeros(3, *p.shape, dtype=p.dtype)
-            for p in self.params
-        ]
+        self.memory = [torch.zeros(3, *p.shape, dtype=p.dtype) for p in self.params]
 
     def logp(self, ids):
         """log p of each token of ids but the first, given those before it."""
@@ -37,10 +35,7 @@ class Plain:
         norm = clip_grad_norm_(self.params, clip or math.inf).item()
         b1, b2, b3 = betas
         alpha *= 0 if adamw else min(1, t / steps)
-        first, last = (
-            math.log(0.5) / math.log(b)
-            for b in (b1, b3)
-        )
+        first, last = (math.log(0.5) / math.log(b) for b in (b1, b3))
         b3 = 0.5 ** (1 / (first + min(1, t / (b3_steps or steps)) * (last - first)))
         for p, (fast, slow, square) in zip(self.params, self.memory):
             fast += (1 - b1) * (p.grad - fast)

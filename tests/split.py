@@ -2,6 +2,7 @@
 Windows split over ranks (engine/sequence.py): P = 2 or 4 of four ranks share a window, and each compares the result
 with the whole window, which it also computes alone. test_parallel.py starts this script and fails on an AssertionError.
 """
+
 import os
 from math import inf
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import small
 
 import train
 from engine import checkpoint
@@ -16,7 +18,6 @@ from engine.parallel import orderly_exit
 from engine.recompute import recompute_activations
 from engine.sequence import SplitForward, SplitRanks, split_attention
 from model import Apertus
-from tiny import small
 
 # Two windows. Documents begin at 5, 13, 21 and 30, not at the cuts between ranks; the last quarter has no loss.
 IDX = torch.arange(64).view(2, 32) * 7 % 97
@@ -38,7 +39,7 @@ def step(dtype, ranks=None, mode="none", compiled=False):
         split_attention(model, ranks)
     recompute_activations(model, mode)
     for block in model.model.layers if compiled else ():
-        block.compile(backend="eager", fullgraph=True)     # a graph break would be an error
+        block.compile(backend="eager", fullgraph=True)  # a graph break would be an error
     # P times the tokens, because each of the P ranks has counted all tokens of the window.
     _, loss = model(*BATCH, n_tokens=P * KEEP.sum().item())
     loss.backward()
@@ -61,7 +62,7 @@ if __name__ == "__main__":
         ranks = SplitRanks(2, "hsdp", False, 2)
         ranks.join("cpu", 60)
         assert ranks.mesh.get_group("shards")._get_backend(torch.device("cpu")).options._timeout.seconds == 60
-        ranks.sharded = False                              # the models here are whole
+        ranks.sharded = False  # the models here are whole
         quarters = SplitRanks(4, "ddp")
         quarters.window, _ = dist.new_subgroups(4)
         for each in (ranks, quarters):

@@ -1,16 +1,17 @@
 """ablate.py and kit.py: statistics against scipy, R and closed forms, a small study, and the committed studies."""
+
 import os
 from types import SimpleNamespace
 
 import pytest
-from scipy import stats
-
-from studies.ablate import STUDIES
 from conftest import ROOT, script
+from scipy import stats
+from trained import data  # noqa: F401
+
 from engine.files import read_text
 from engine.intervals import p_value, t_quantile
 from studies import ablate, kit
-from trained import data  # noqa: F401
+from studies.ablate import STUDIES
 
 
 def run(arm, seed, final):
@@ -37,7 +38,7 @@ def test_holms_p_values_are_those_of_the_textbook():
 CONCLUSIONS = {
     "b is higher than a by 0.085 to 0.135": [0.11, 0.10, 0.12],
     "b is lower than a by 0.085 to 0.135": [-0.11, -0.10, -0.12],
-    "no significant difference between b and a: the 95 % interval is -0.265 to +0.352": [0.11, -0.10, 0.12]
+    "no significant difference between b and a: the 95 % interval is -0.265 to +0.352": [0.11, -0.10, 0.12],
 }
 
 
@@ -76,8 +77,15 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
     """
     shorter = "total_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n"
     (tmp_path / "size.py").write_text(read_text(f"{ROOT}/configs/tiny.py") + shorter)
-    flags = (f"--size={tmp_path}/size.py", f"--data={data}", f"--out={tmp_path}", f"--runs={tmp_path}/runs",
-             "--seeds=2", "--jobs=1", "--lrs=1e-3,3e-3")
+    flags = (
+        f"--size={tmp_path}/size.py",
+        f"--data={data}",
+        f"--out={tmp_path}",
+        f"--runs={tmp_path}/runs",
+        "--seeds=2",
+        "--jobs=1",
+        "--lrs=1e-3,3e-3",
+    )
     calls = []
 
     def in_process(command, stdout, **_):

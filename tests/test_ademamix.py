@@ -5,28 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import table
+from tiny import GOLDEN, tensors
 
 from ademamix import AdEMAMix, alpha_at, beta3_at, build_optimizer
 from configurator import literal
-from conftest import table
-from tiny import GOLDEN, tensors
 
 CASES = json.loads(Path(GOLDEN, "ademamix.json").read_text())
 
 
 @pytest.mark.parametrize("case", range(3))
-@pytest.mark.parametrize(
-    "dtype, tolerance",
-    [(torch.float64, 1e-13), (torch.float32, 1e-6)]
-)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 def test_sixty_steps_are_the_published_ones(case, dtype, tolerance):
     """With scaled gradients, and with a second optimizer that loads the states after step 23."""
     arrays = tensors("ademamix.npz")
     init, grads, want = (arrays[f"{name}_{case}"] for name in ("init", "grads", "params"))
-    params = [
-        torch.nn.Parameter(t.to(dtype))
-        for t in init.split([35, 11, 1])
-    ]
+    params = [torch.nn.Parameter(t.to(dtype)) for t in init.split([35, 11, 1])]
     opt, got = AdEMAMix(params, **CASES[case]), []
     for t, g in enumerate(4 * grads):
         if t == 23:
@@ -41,22 +35,11 @@ def test_sixty_steps_are_the_published_ones(case, dtype, tolerance):
 
 def test_the_warmups_are_those_of_the_report():
     """Over 100,000 steps (report app. C); the golden values of beta3 are those of the published scheduler."""
-    want = {
-        1: 0.90098833,
-        10: 0.90907658,
-        1000: 0.99090099,
-        50_000: 0.99980022,
-        100_000: 0.9999,
-        200_000: 0.9999
-    }
-    assert {
-        t: round(beta3_at(t, 0.9, 0.9999, 100_000), 8)
-        for t in want
-    } == want
-    assert [
-        alpha_at(t, 8.0, 100_000)
-        for t in (1, 3000, 100_000, 200_000)
-    ] == pytest.approx([8e-5, 0.24, 8.0, 8.0], rel=1e-12)
+    want = {1: 0.90098833, 10: 0.90907658, 1000: 0.99090099, 50_000: 0.99980022, 100_000: 0.9999, 200_000: 0.9999}
+    assert {t: round(beta3_at(t, 0.9, 0.9999, 100_000), 8) for t in want} == want
+    assert [alpha_at(t, 8.0, 100_000) for t in (1, 3000, 100_000, 200_000)] == pytest.approx(
+        [8e-5, 0.24, 8.0, 8.0], rel=1e-12
+    )
     assert alpha_at(1, 8.0, None) == alpha_at(1, 8.0, 0) == 8.0
     assert beta3_at(1, 0.9, 0.99, 0) == 0.99
 
@@ -70,18 +53,16 @@ def one(dtype=torch.float32, **how):
 
 def test_by_default_it_has_the_published_settings():
     """The report's table of hyperparameters; lr and eps from the optimizer's paper; no warm-up."""
-    want = dict(lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1, beta3_warmup=None,
-                alpha_warmup=None)
+    want = dict(
+        lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1, beta3_warmup=None, alpha_warmup=None
+    )
     assert want.items() <= one()[1].param_groups[0].items()
 
 
 def test_states_of_parameters_in_bf16_are_fp32():
     p, opt = one(torch.bfloat16)
     opt.step()
-    assert {
-        x.dtype
-        for x in opt.state[p].values()
-    } == {torch.float32}
+    assert {x.dtype for x in opt.state[p].values()} == {torch.float32}
 
 
 def test_a_missing_gradient_leaves_its_parameter_and_its_clock_alone():
@@ -110,39 +91,25 @@ COMPILED = """
 def test_it_compiles_from_a_million_parameters_on_or_as_it_is_told(row):
     """This tests the choice only; test_averages.py tests the compiled update."""
     n, told, compiled = map(literal, row)
-    params = [
-        torch.nn.Parameter(torch.zeros(size))
-        for size in (n - 1, 1)
-    ]
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in (n - 1, 1)]
     assert AdEMAMix(params, compile=told).defaults["compile"] == compiled
 
 
 def test_an_optimizer_is_built_by_name_whose_weight_decay_spares_gains_and_scalars():
     """Frozen parameters are left out."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(3, 4),
-        torch.nn.RMSNorm(4),
-        torch.nn.Linear(4, 4).requires_grad_(False)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.RMSNorm(4), torch.nn.Linear(4, 4).requires_grad_(False))
     betas = 0.9, 0.99, 0.999
     common = 0.1, betas, 5.0, 1e-6, 0.2, 7, 9
     adamw = build_optimizer(model, "adamw", *common)
     ours = build_optimizer(model, "ademamix", *common, True, "bfloat16")
     matrix, bias, gain, *_ = map(id, model.parameters())
     for opt in (adamw, ours):
-        assert [
-            [g["weight_decay"], g["lr"], g["eps"], *map(id, g["params"])]
-            for g in opt.param_groups
-        ] == [[0.2, 0.1, 1e-6, matrix], [0.0, 0.1, 1e-6, bias, gain]]
+        assert [[g["weight_decay"], g["lr"], g["eps"], *map(id, g["params"])] for g in opt.param_groups] == [
+            [0.2, 0.1, 1e-6, matrix],
+            [0.0, 0.1, 1e-6, bias, gain],
+        ]
     assert type(adamw) is torch.optim.AdamW and adamw.defaults["betas"] == betas[:2]
-    want = dict(
-        betas=betas,
-        alpha=5.0,
-        alpha_warmup=7,
-        beta3_warmup=9,
-        state_dtype=torch.bfloat16,
-        compile=True
-    )
+    want = dict(betas=betas, alpha=5.0, alpha_warmup=7, beta3_warmup=9, state_dtype=torch.bfloat16, compile=True)
     assert want.items() <= ours.defaults.items()
 
 

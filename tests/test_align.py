@@ -1,4 +1,5 @@
 """studies/align.py: the reward, the teacher, and the measures of two models."""
+
 import itertools
 import math
 
@@ -6,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import small
 
 import convert
 from studies import align
-from tiny import small
 from tokenizer import load
 
 CASES = {"4986": 0, "49860": 0, "4": -23, "9864": -30, "4986\n": -30}
@@ -41,7 +42,7 @@ def models(tmp_path, monkeypatch):
         test_prompts=3,
         n_refs=4,
         samples=2,
-        reward=lambda *asked: next(count)
+        reward=lambda *asked: next(count),
     )
     for name, value in settings.items():
         monkeypatch.setattr(align, name, value)
@@ -56,17 +57,15 @@ def test_what_is_measured_is_the_kl_of_the_logits_and_the_distance_to_the_closed
     """The quantiles of a prompt's four references are 0, 1/3, 2/3, 1."""
     rows = align.measure()
     targets = (np.arange(4) / 3 - 0.3 * math.log(0.3 * math.expm1(1 / 0.3))) / 0.3
-    want = dict(
-        exact=0,
-        quantile=1,
-        kl=0,
-        error=np.sqrt(np.mean(targets**2)))
+    want = dict(exact=0, quantile=1, kl=0, error=np.sqrt(np.mean(targets**2)))
     assert rows["sft"] | want == pytest.approx(rows["sft"])
     theirs, ours = models
     said, _ = align.complete(ours, load("byte"), 2, 2000)
     kl = 0
     for prompt, completion in said:
         ids = torch.tensor([prompt + completion])
-        p, q = (F.cross_entropy(model(ids)[0][0, len(prompt) - 1:-1], ids[0, len(prompt):]) for model in (ours, theirs))
+        p, q = (
+            F.cross_entropy(model(ids)[0][0, len(prompt) - 1 : -1], ids[0, len(prompt) :]) for model in (ours, theirs)
+        )
         kl += len(completion) * (q - p).item() / 6
     assert rows["qrpo-s0"]["kl"] == pytest.approx(kl, rel=1e-4)

@@ -1,4 +1,5 @@
 """engine/attention.py against torch's own attention in fp64, and torch.library.opcheck on the operator."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,7 @@ def ways(monkeypatch):
 def qkv(T, dtype=torch.float32):
     """Two windows of T positions, as the model has them: q (2, 4, T, 8), k and v (2, 2, T, 8)."""
     torch.manual_seed(T)
-    return [
-        torch.randn(2, T, heads, 8, dtype=dtype).transpose(1, 2).requires_grad_()
-        for heads in (4, 2, 2)
-    ]
+    return [torch.randn(2, T, heads, 8, dtype=dtype).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
 
 
 def documents_of(T):
@@ -39,43 +37,29 @@ def with_gradients(attend, inputs, doc):
     """attend(*inputs, doc) and the gradients of its squares, as one fp64 tensor."""
     y = attend(*inputs, doc)
     found = y, *torch.autograd.grad(y.square().sum(), inputs)
-    return torch.cat([
-        x.detach().double().flatten()
-        for x in found
-    ])
+    return torch.cat([x.detach().double().flatten() for x in found])
 
 
 # bf16 keeps 8 bits, an error of 2^-8 of the largest value; scores rounded before softmax make it four times that.
-@pytest.mark.parametrize("dtype, tolerance", [
-    (torch.float32, 1e-6),
-    (torch.bfloat16, 2**-6)
-])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
 @pytest.mark.parametrize("T", [1, 37])
 @BOTH
 def test_attention_and_its_gradients_are_torchs_in_fp64(ways, formula, T, dtype, tolerance):
     ways(formula)
     inputs = qkv(T, dtype)
-    wide = [
-        x.detach().double().requires_grad_()
-        for x in inputs
-    ]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
     for doc in (documents_of(T), None):
         true = with_gradients(torchs_attention, wide, torch.zeros(2, T) if doc is None else doc)
         ours = with_gradients(attend_on_cpu, inputs, doc)
         assert (ours - true).abs().max() <= tolerance * true.abs().max()
 
 
-@pytest.mark.parametrize("dtype, T, formula", [
-    (torch.bfloat16, 512, True),
-    (torch.bfloat16, 513, False),
-    (torch.float32, 64, False)
-])
+@pytest.mark.parametrize(
+    "dtype, T, formula", [(torch.bfloat16, 512, True), (torch.bfloat16, 513, False), (torch.float32, 64, False)]
+)
 def test_the_formula_is_for_short_windows_in_bf16_and_keeps_probabilities(dtype, T, formula):
     y, *kept = attention.attention(None, *qkv(T, dtype))
-    slices = [
-        (2, 4, 64, end)
-        for end in range(64, 513, 64)
-    ]
+    slices = [(2, 4, 64, end) for end in range(64, 513, 64)]
     assert [x.shape for x in kept] == (slices if formula else [(2, 4, T)])
     assert y.transpose(1, 2).is_contiguous()
 

@@ -1,4 +1,5 @@
 """engine/averages.py: the compiled update against the eager one; rounding in bf16 against its expectation."""
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -10,24 +11,13 @@ from engine.hardware import can_compile
 
 has_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler")
 # Tensors of whole rows, two of them of equal length (updated in one call), a large one with a remainder, small ones.
-SHAPES = [
-    (64, 80),
-    (5003,),
-    (80, 64),
-    (128, 64),
-    (7, 3),
-    (500, 16),
-    (1,)
-]
+SHAPES = [(64, 80), (5003,), (80, 64), (128, 64), (7, 3), (500, 16), (1,)]
 
 
 def trained(compile, **options):
     """Parameters after five steps with random gradients: one is transposed, one misses its first gradient."""
     torch.manual_seed(0)
-    params = [
-        torch.nn.Parameter(torch.randn(shape))
-        for shape in SHAPES
-    ] + [torch.nn.Parameter(torch.randn(9, 5).T)]
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES] + [torch.nn.Parameter(torch.randn(9, 5).T)]
     sizes = [p.numel() for p in params]
     how = dict(betas=(0.9, 0.999, 0.99), alpha_warmup=10, beta3_warmup=10, compile=compile)
     opt = AdEMAMix(params, **how | options)
@@ -50,11 +40,14 @@ def fresh():
     averages.updater.cache_clear()
 
 
-@pytest.mark.parametrize("backend, options", [
-    ("aot_eager", {}),
-    ("aot_eager", dict(betas=(0.0, 0.999, 0.99))),
-    pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler)
-])
+@pytest.mark.parametrize(
+    "backend, options",
+    [
+        ("aot_eager", {}),
+        ("aot_eager", dict(betas=(0.0, 0.999, 0.99))),
+        pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler),
+    ],
+)
 def test_compiled_it_is_eager_to_rounding_and_one_kernel_serves_all_sizes_and_steps(monkeypatch, backend, options):
     """In bf16 to the averages' rounding: noise depends on the place in a row, and joining changes rows."""
     torch._dynamo.reset()
@@ -94,10 +87,7 @@ def rounded(x, step):
 def test_stochastic_rounding_is_right_on_average_and_repeats_itself():
     """1 + 3/1024 lies between 1 and 1 + 8/1024 in bf16, so it is rounded up with probability 3/8."""
     x = torch.full((1 << 16,), 1 + 3 / 1024)
-    share = torch.stack([
-        rounded(x, step) > 1
-        for step in range(16)
-    ]).float()
+    share = torch.stack([rounded(x, step) > 1 for step in range(16)]).float()
     assert abs(share.mean() - 3 / 8) < 4 * (15 / 64 / share.numel()) ** 0.5
     assert abs(torch.corrcoef(share[:2])[0, 1]) < 4 / 256
     assert rounded(x, 5).equal(rounded(x, 5))
@@ -114,10 +104,7 @@ def test_the_step_rounds_the_slow_average_at_random_and_anew_each_time():
     for step in (1, 2, 3):
         opt.step()
         exact = slow + torch.tensor(1 - 0.99) * (p.grad - slow)
-        _, fast, slow, squares = (
-            x.clone()
-            for x in opt.state[p].values()
-        )
+        _, fast, slow, squares = (x.clone() for x in opt.state[p].values())
         assert slow.equal(rounded(exact, step))
         assert not slow.equal(rounded(exact, 0))
     assert fast.dtype == torch.bfloat16

@@ -1,10 +1,11 @@
 """tools/bench.py: each race runs at tiny size and writes its record; other results are an error."""
+
 import functools
 import json
 
 import pytest
-
 from lab import run
+
 from tools import bench
 
 
@@ -16,21 +17,16 @@ def tiny(monkeypatch):
         monkeypatch.setattr(bench, name, value)
 
 
-@pytest.mark.parametrize("mode, other, count", [
-    ("train", "hf", 2 * 64),
-    ("decode", "hf", 8),
-    ("optim", "AdamW fused", 0)
-])
+@pytest.mark.parametrize(
+    "mode, other, count", [("train", "hf", 2 * 64), ("decode", "hf", 8), ("optim", "AdamW fused", 0)]
+)
 def test_a_race_leaves_a_record_whose_rates_follow_from_its_seconds(tmp_path, mode, other, count):
     """Results must agree, also on documents with Goldfish, or the command would end with an error."""
     small = f"--preset=tiny --device=cpu --rounds=3 --tokens=8 --out={tmp_path}"
     done = run("tools.bench", mode, *small.split())
     record = json.loads((tmp_path / f"{mode}-tiny-float32.json").read_text())
     ours, theirs = record["rows"]["ours"], record["rows"][other]
-    ratios = sorted(
-        b / a
-        for a, b in zip(ours["seconds"], theirs["seconds"], strict=True)
-    )
+    ratios = sorted(b / a for a, b in zip(ours["seconds"], theirs["seconds"], strict=True))
     assert theirs["ratio"] == pytest.approx([ratios[1], ratios[0], ratios[2]])
     assert len(ratios) == 3
     assert f"| {other} | " in done.stdout
@@ -55,10 +51,7 @@ def test_a_share_is_the_speed_over_that_of_the_probe_and_everybody_has_each_turn
     monkeypatch.setattr(bench, "now", lambda: next(ticks))
     turns = []
     monkeypatch.setattr(bench, "rounds", 2)
-    calls = {
-        name: functools.partial(turns.append, name)
-        for name in ("ours", "hf", "probe")
-    }
+    calls = {name: functools.partial(turns.append, name) for name in ("ours", "hf", "probe")}
     rows = bench.race(calls, dict(ours=3.0, hf=1.0), (4.0, calls.pop("probe")), 2)
     assert rows["ours"]["share"] == 0.75
     assert rows["ours"]["rate"] == 6

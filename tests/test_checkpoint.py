@@ -2,6 +2,7 @@
 engine/checkpoint.py, engine/restore.py, engine/files.py and the lock of engine/runs.py, alone in this process:
 saves in the background, failures, damage, foreign files. tests/faults tests whole runs.
 """
+
 import os
 import shutil
 import sys
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import table
 from safetensors.torch import load_file
 
 from ademamix import build_optimizer
 from configurator import literal
-from conftest import table
 from engine import checkpoint, files, gpus, restore, runs
 
 
@@ -28,15 +29,25 @@ def trained(seed=0, steps=1, name="adamw", dtype="float32"):
     torch.manual_seed(seed)
     model = torch.nn.Linear(7, 5)
     optimizer = build_optimizer(
-        model, name, lr=0.1, betas=(0.9, 0.99, 0.999), alpha=8.0, eps=1e-8, weight_decay=0.1, alpha_warmup=5,
-        beta3_warmup=5, compile=False, state_dtype=dtype)
+        model,
+        name,
+        lr=0.1,
+        betas=(0.9, 0.99, 0.999),
+        alpha=8.0,
+        eps=1e-8,
+        weight_decay=0.1,
+        alpha_warmup=5,
+        beta3_warmup=5,
+        compile=False,
+        state_dtype=dtype,
+    )
     for step in range(steps):
         train(model, optimizer, step)
     return model, optimizer
 
 
 def train(model, optimizer, step):
-    model(torch.arange(14.).view(2, 7) + step).square().sum().backward()
+    model(torch.arange(14.0).view(2, 7) + step).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -55,10 +66,7 @@ def path(tmp_path):
 
 
 def bits(pair):
-    return {
-        name: (t.dtype, t.device, t.tolist())
-        for name, t in checkpoint.tensors_of(*pair).items()
-    }
+    return {name: (t.dtype, t.device, t.tolist()) for name, t in checkpoint.tensors_of(*pair).items()}
 
 
 def loaded(path, *how):
@@ -71,20 +79,14 @@ def loaded(path, *how):
 # saving and loading
 
 
-@pytest.mark.parametrize("how", [
-    ("adamw", "float32"),
-    ("ademamix", "bfloat16")
-])
+@pytest.mark.parametrize("how", [("adamw", "float32"), ("ademamix", "bfloat16")])
 def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_trains_on(tmp_path, monkeypatch, how):
     monkeypatch.setattr(checkpoint, "FILE", 160)
     pair = trained(0, 3, *how)
     save(str(tmp_path), 3, pair)
     path, manifest = restore.newest_intact(str(tmp_path))
     assert (manifest["step"], manifest["note"]) == (3, "x")
-    sizes = [
-        sum(t.nbytes for t in load_file(f"{path}/{file}").values())
-        for file in manifest["files"]
-    ]
+    sizes = [sum(t.nbytes for t in load_file(f"{path}/{file}").values()) for file in manifest["files"]]
     assert sum(sizes) == sum(t.nbytes for t in checkpoint.tensors_of(*pair).values())
     assert max(sizes) <= 160 and len(sizes) == 4
     again = loaded(path, *how)
@@ -149,12 +151,10 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(save
         saver.finish()
 
 
-@pytest.mark.parametrize("free, ranks, other, waits", [
-    (500, 1, True, True),
-    (560, 1, True, False),
-    (560, 1, False, True),
-    (560, 2, True, True)
-])
+@pytest.mark.parametrize(
+    "free, ranks, other, waits",
+    [(500, 1, True, True), (560, 1, True, False), (560, 1, False, True), (560, 2, True, True)],
+)
 def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free, ranks, other, waits):
     """
     A copy takes 488 bytes, a tenth of the free memory stays free, and two ranks on a node copy at once. `other`:
@@ -198,10 +198,7 @@ def shard(path):
 
 def names(path, *found):
     """Give a checkpoint a valid manifest that names only these files, with correct hashes."""
-    manifest = restore.read_manifest(path) | dict(files={
-        name: files.sha256(path / name)
-        for name in found
-    })
+    manifest = restore.read_manifest(path) | dict(files={name: files.sha256(path / name) for name in found})
     (path / "manifest.json").write_text(checkpoint.sealed(manifest))
 
 
@@ -210,7 +207,7 @@ DAMAGE = {
     "foreign": lambda path: (path / "shard-00009-model-00001-of-00001.safetensors").touch(),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "brackets": lambda path: (path / "manifest.json").write_text("[" * 100_000),
-    "outside": lambda path: names(path, shard(path).name, "../step-00000001/manifest.json")
+    "outside": lambda path: names(path, shard(path).name, "../step-00000001/manifest.json"),
 }
 
 
@@ -232,7 +229,7 @@ def test_without_an_intact_checkpoint_a_run_starts_over_only_if_that_is_asked_fo
     with pytest.raises(ValueError, match=r"is intact \(1 damaged\).*--allow_restart"):
         restore.newest_intact(folder)
     assert restore.newest_intact(folder, allow_restart=True) is restore.newest_intact(path) is None
-    with pytest.raises(OSError):                           # a folder that cannot be listed is not an empty one
+    with pytest.raises(OSError):  # a folder that cannot be listed is not an empty one
         restore.newest_intact(__file__)
 
 
@@ -278,6 +275,7 @@ def test_all_is_flushed_before_a_checkpoint_has_its_name_and_before_the_old_one_
         if "torch" not in sys._getframe(1).f_code.co_filename:
             done.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
         fsync(fd)
+
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(os, "rename", lambda a, b: done.append("renamed") or rename(a, b))
     monkeypatch.setattr(shutil, "rmtree", lambda path, **how: done.append(f"no {path[-1]}") or rmtree(path, **how))

@@ -1,22 +1,20 @@
 """corpus/cluster.py: datatrove's executors make the folder that prepare.py makes, to the byte, killed or not."""
+
 import os
 
 import pytest
-
 from conftest import script
 from corpora import fill, put, report, rows, write_lines, written
-from corpus import stages
 from lab import run
+
+from corpus import stages
 
 pytest.importorskip("datatrove")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    root = put(
-        tmp_path_factory.mktemp("texts"),
-        {"in/bad.txt": b"Gr\xfcezi", "in/scan.pdf": ""}
-    )
+    root = put(tmp_path_factory.mktemp("texts"), {"in/bad.txt": b"Gr\xfcezi", "in/scan.pdf": ""})
     for name in "abc":
         write_lines(root / "in" / f"{name}.jsonl", rows(40, 30 * ord(name)))
     return root

@@ -1,4 +1,5 @@
 """configurator.py: flags, config files, errors and --help. The authority is the user's intention."""
+
 import glob
 import importlib
 import os
@@ -9,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT, script
 
 import configurator
 from configurator import configure, settings
-from conftest import ROOT, script
 from posttrain import attach
 
 SCRIPT = '''"""A script."""
@@ -43,15 +44,7 @@ def take_over():
 
 def after(*argv, **more):
     """The globals of a script with these arguments."""
-    namespace = dict(
-        lr=0.1,
-        steps=10,
-        name="a",
-        top_k=None,
-        fast=False,
-        betas=(0.9, 0.99),
-        **more
-    )
+    namespace = dict(lr=0.1, steps=10, name="a", top_k=None, fast=False, betas=(0.9, 0.99), **more)
     configure(namespace, list(argv))
     return namespace
 
@@ -140,17 +133,9 @@ def test_a_flag_sets_its_setting_in_every_namespace_that_has_it():
     other = dict(lr=2.0, rank=0)
     shape = SimpleNamespace(n_layer=4)
     got = configure(script, ["--lr=3", "--n_layer=5", "--rank=6"], shape, other)
-    assert got == settings(script, shape, other) == dict(
-        lr=3.0,
-        out="a",
-        n_layer=5,
-        rank=6
-    )
+    assert got == settings(script, shape, other) == dict(lr=3.0, out="a", n_layer=5, rank=6)
     asked = dict(lr=True, n_layer=True, rank=True)
-    assert (script, other) == (
-        dict(lr=3.0, out="a", _asked=asked),
-        dict(lr=3.0, rank=6, _asked=asked)
-    )
+    assert (script, other) == (dict(lr=3.0, out="a", _asked=asked), dict(lr=3.0, rank=6, _asked=asked))
 
 
 # -----------------------------------------------------------------------------
@@ -166,13 +151,9 @@ def call(tmp_path):
     def call(*args):
         command = [sys.executable, "script.py", *args]
         env = os.environ | dict(PYTHONPATH=ROOT)
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
+
     return call
 
 
@@ -199,7 +180,14 @@ def test_help_is_the_docstring_and_a_line_for_each_setting_also_of_the_module_be
     code, shown, _ = call("--steps=3", "--help")
     assert code == 0 and shown == call("-h")[1]
     assert [" ".join(line.split()) for line in shown.splitlines()] == [
-        "imported", "A script.", "", "settings:", "--lr=0.1 how fast", "--steps=10 how long", "--rank=0 of adapters"]
+        "imported",
+        "A script.",
+        "",
+        "settings:",
+        "--lr=0.1 how fast",
+        "--steps=10 how long",
+        "--rank=0 of adapters",
+    ]
 
 
 def test_help_of_an_object_has_the_comments_of_its_class():
@@ -209,10 +197,5 @@ def test_help_of_an_object_has_the_comments_of_its_class():
 def test_help_whose_reader_has_left_ends_quietly():
     """As in `--help | head -1`, where stdout is a pipe without a reader."""
     command = f"{sys.executable} goldfish.py --help | true"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True
-    )
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (141, "")

@@ -2,6 +2,7 @@
 train.py --init_from, with and without --lora_r: a run that starts from the weights of another model, against that
 model's own loss and against transformers with PEFT.
 """
+
 import shutil
 
 import peft
@@ -9,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import refused, script
 from safetensors.torch import load_file
+from trained import contents, log
 
 import convert
-from conftest import refused, script
 from data import TokenDataset
 from engine.runs import settings_of
-from trained import contents, log
 
 RUN = """--total_samples=40 --warmup_samples=8 --decay_samples=16 --batch_size=8 --micro_batch=4 --lr=1e-3 --seed=29
     --sample_every=0 --lr_floor=1e-4 --dtype=float32 --eval_every=4 --eval_windows=8 --last_eval_windows=8
@@ -48,11 +49,7 @@ def windows(lab):
 
 def test_the_curve_begins_with_the_loss_of_the_start_model_and_everything_else_is_new(lab, runs):
     idx, targets, keep, doc = windows(lab)
-    _, nll = convert.load_any(str(lab / "pretrained"))[0](
-        idx,
-        targets,
-        doc=doc,
-        per_token=True)
+    _, nll = convert.load_any(str(lab / "pretrained"))[0](idx, targets, doc=doc, per_token=True)
     first, *steps = log(runs / "continued")
     assert first["step"] == first["tokens"] == steps[0]["lr"] == 0
     assert first["val_loss"] == pytest.approx(nll[keep].mean().item(), rel=1e-6)

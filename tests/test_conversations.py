@@ -1,4 +1,5 @@
 """posttrain/conversations.py: rows of any form, files of any kind, mixtures of them, and the rows that are left out."""
+
 import json
 import os
 from pathlib import Path
@@ -7,14 +8,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import ROOT
+from tiny import write_rows
 
 import chat
 import tokenizer
-from conftest import ROOT
 from engine import readers
 from engine.parallel import Ranks
 from posttrain import common, conversations
-from tiny import write_rows
 
 TOK = tokenizer.load("byte")
 DATE = "2025-01-01"
@@ -23,10 +24,7 @@ DATE = "2025-01-01"
 def chat_row(*texts, **more):
     """A row of system, user, assistant, user, ..."""
     roles = ["system", *["user", "assistant"] * 9]
-    return dict(
-        messages=[dict(role=role, content=text) for role, text in zip(roles, ("s", *texts))],
-        **more
-    )
+    return dict(messages=[dict(role=role, content=text) for role, text in zip(roles, ("s", *texts))], **more)
 
 
 # -----------------------------------------------------------------------------
@@ -51,14 +49,8 @@ def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
 
 def rows_like(n):
     """n conversations of different lengths, every second one without a system message."""
-    rows = [
-        chat_row(f"{i}?" * (1 + i % 5), "é" * (1 + i % 7))
-        for i in range(n)
-    ]
-    return [
-        dict(messages=row["messages"][i % 2:])
-        for i, row in enumerate(rows)
-    ]
+    rows = [chat_row(f"{i}?" * (1 + i % 5), "é" * (1 + i % 7)) for i in range(n)]
+    return [dict(messages=row["messages"][i % 2 :]) for i, row in enumerate(rows)]
 
 
 def rendered(rows):
@@ -66,24 +58,13 @@ def rendered(rows):
 
 
 def everything(found):
-    return [
-        (ids.tolist(), said.tolist())
-        for ids, said in map(found.__getitem__, range(len(found)))
-    ]
+    return [(ids.tolist(), said.tolist()) for ids, said in map(found.__getitem__, range(len(found)))]
 
 
 def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE, **rules):
     """(conversations, reasons, hash) of a --data. Without a named folder they are tokenized anew."""
     folder = str(tmp_path / (folder or f"ids-{len(os.listdir(tmp_path))}"))
-    return conversations.tokenized(
-        folder,
-        tok,
-        str(data),
-        longest,
-        date,
-        Ranks(),
-        **rules
-    )
+    return conversations.tokenized(folder, tok, str(data), longest, date, Ranks(), **rules)
 
 
 def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path, monkeypatch):
@@ -107,7 +88,7 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
     write_rows(data, rows_like(40))
     whole = everything(read(tmp_path, data, "tokens")[0])
     first, second, *_ = sorted((tmp_path / "tokens").glob("*.npy"))
-    os.remove(f"{first}.json")                          # killed between the two files
+    os.remove(f"{first}.json")  # killed between the two files
     first.write_bytes(b"half")
     before = second.stat().st_mtime_ns
     assert everything(read(tmp_path, data, "tokens")[0]) == whole
@@ -123,17 +104,14 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
 def test_each_source_has_its_share_at_any_place_of_a_run_and_is_taken_to_its_end_before_it_starts_anew():
     """Weights 6 : 3 : 1, over more samples than there are slots; 3,000 slots are not a multiple of 7."""
     sizes = 40, 7, 300
-    numbers = np.concatenate([
-        common.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28)
-        for step in range(14)
-    ])
+    numbers = np.concatenate([common.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28) for step in range(14)])
     assert len(numbers) == 40 * sum(sizes)
     of_source = np.digitize(numbers, [40, 47])
     for end in (10, 11, 57, 1000, 9_999, 10_001, len(numbers)):
         counts = np.bincount(of_source[:end], minlength=3)
         assert (abs(counts - np.array([0.6, 0.3, 0.1]) * end) < 2).all()
     small = numbers[of_source == 1]
-    rounds = small[:len(small) // 7 * 7].reshape(-1, 7)
+    rounds = small[: len(small) // 7 * 7].reshape(-1, 7)
     assert (np.sort(rounds) == range(40, 47)).all()
     assert len(np.unique(rounds, axis=0)) > 300
     assert sorted(numbers[of_source == 0][:40]) == list(range(40))
@@ -144,12 +122,7 @@ def test_the_hash_of_a_mixture_has_all_contents_and_weights(tmp_path):
     a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
     write_rows(tmp_path / "a.jsonl", rows_like(3))
     hashes = set()
-    for n, weights in (
-        (4, {a: 1, b: 2}),
-        (4, {a: 1, b: 1}),
-        (4, {b: 1, a: 2}),
-        (5, {a: 1, b: 2})
-    ):
+    for n, weights in ((4, {a: 1, b: 2}), (4, {a: 1, b: 1}), (4, {b: 1, a: 2}), (5, {a: 1, b: 2})):
         write_rows(tmp_path / "b.jsonl", rows_like(n))
         found, _, sha = read(tmp_path, weights)
         hashes.add(sha)

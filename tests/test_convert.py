@@ -1,4 +1,5 @@
 """convert.py against transformers: each reads the other's files, and transformers loads a finished run unchanged."""
+
 import contextlib
 import copy
 import itertools
@@ -7,13 +8,15 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from test_checkpoint import Marker
+from tiny import GOLDEN, ids
 from torch.testing import assert_close
 
-import conftest
 import convert
 import tokenizer
 from engine.files import read_json, read_text, write_json
@@ -21,12 +24,11 @@ from engine.runs import settings_of
 from model import Apertus, ApertusConfig
 from posttrain.quantised import quantise
 from studies import trace
-from test_checkpoint import Marker
-from tiny import GOLDEN, ids
 
 FOLDER = os.path.join(GOLDEN, "hf_tiny_a")
 SMALL = ApertusConfig(
-    block_size=64, vocab_size=320, init_std=0.1, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+    block_size=64, vocab_size=320, init_std=0.1, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24
+)
 BYTE = tokenizer.load("byte")
 TEXT = "Grüezi mitenand, 你好! x = f(1)\n"
 
@@ -135,8 +137,8 @@ def another_beta(weights):
         (lambda weights: shutil.copy(weights, weights.with_name("model-2.safetensors")), "in part only, or twice"),
         (another_beta, "act_fn.beta is "),
         (dict(num_hidden_layers=2), "12 tensors are missing, or not of the model"),
-        (dict(intermediate_size=96), r"is \[160, 64\], and config.json describes \[96, 64\]")
-    ]
+        (dict(intermediate_size=96), r"is \[160, 64\], and config.json describes \[96, 64\]"),
+    ],
 )
 def test_a_folder_that_is_not_such_a_model_raises_one_line(tmp_path, monkeypatch, change, says):
     monkeypatch.chdir(tmp_path)
@@ -169,6 +171,7 @@ def test_stopped_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(t
             if not next(left):
                 raise error
             return real(*args, **how)
+
         return change
 
     while "new" not in seen:

@@ -10,34 +10,28 @@ The authority is the CPU in fp64, which other tests compare with outside authori
 Flash attention adds the gradients of windows without documents in no fixed order, so no test expects them bit-exact.
 APERTUS_TEST_DEVICE=cpu runs the same tests on a CPU, to test this file.
 """
+
 import os
 import re
 import shutil
 
 import pytest
 import torch
+from conftest import same, script, weights
+from trained import data  # noqa: F401
 
 from ademamix import AdEMAMix
-from conftest import same, script, weights
 from engine.fp8 import multiply_in_fp8
 from engine.recompute import recompute_activations
 from generate import generate
 from goldfish import goldfish_mask
 from model import XIELU, Apertus, ApertusConfig
-from trained import data  # noqa: F401
 
 DEVICE = os.environ.get("APERTUS_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")
 
 # Heads of 64 and 5.25 C, as in the 8B; four query heads share a key-value head.
-SHAPE = dict(
-    vocab_size=1024,
-    n_layer=2,
-    n_head=4,
-    n_kv_head=1,
-    n_embd=256,
-    ffn_dim=1344
-)
+SHAPE = dict(vocab_size=1024, n_layer=2, n_head=4, n_kv_head=1, n_embd=256, ffn_dim=1344)
 
 
 def apertus(device, dtype=None, compiled=False, recompute="none", fp8=False, init_std=0.05):
@@ -64,38 +58,34 @@ def packed(T, documents=True):
 def results(batch, model):
     """{name: fp64 vector} of loss, logits and gradients; those of all layers are joined."""
     device = model.lm_head.weight.device
-    idx, targets, keep, doc = (
-        None if t is None else t.to(device)
-        for t in batch
-    )
+    idx, targets, keep, doc = (None if t is None else t.to(device) for t in batch)
     _, loss = model(idx, targets, keep, doc)
     loss.backward()
     found = dict(loss=[loss], logits=[model(idx[:, :64])[0]])
     for name, p in model.named_parameters():
         found.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(p.grad)
-    return {
-        name: torch.cat([t.detach().double().cpu().flatten() for t in parts])
-        for name, parts in found.items()
-    }
+    return {name: torch.cat([t.detach().double().cpu().flatten() for t in parts]) for name, parts in found.items()}
 
 
 def distances(batch, model):
     """{name: relative error against a CPU in fp64}; a tenth of it for xIELU's slopes, whose sums cancel."""
     found, true = results(batch, model), results(batch, apertus("cpu").double())
     return {
-        name: ((found[name] - x).norm() / x.norm()).item() / (10 if "act_fn" in name else 1)
-        for name, x in true.items()
+        name: ((found[name] - x).norm() / x.norm()).item() / (10 if "act_fn" in name else 1) for name, x in true.items()
     }
 
 
-@pytest.mark.parametrize("T, documents, compiled, recompute", [
-    (256, False, False, "none"),
-    (256, True, False, "none"),
-    (256, False, True, "none"),
-    (256, True, True, "selective"),
-    (1000, True, True, "full"),
-    (4096, True, True, "none")
-])
+@pytest.mark.parametrize(
+    "T, documents, compiled, recompute",
+    [
+        (256, False, False, "none"),
+        (256, True, False, "none"),
+        (256, False, True, "none"),
+        (256, True, True, "selective"),
+        (1000, True, True, "full"),
+        (4096, True, True, "none"),
+    ],
+)
 def test_loss_logits_and_gradients_in_fp32(monkeypatch, T, documents, compiled, recompute):
     """
     Also for windows that are no multiple of 128, flex_attention's block. EPS removes the jump of xIELU's slope within
@@ -106,10 +96,7 @@ def test_loss_logits_and_gradients_in_fp32(monkeypatch, T, documents, compiled, 
     assert off == pytest.approx(dict.fromkeys(off, 0), abs=1e-5)
 
 
-@pytest.mark.parametrize("fp8, most", [
-    (False, 0.1),
-    (True, 0.5)
-])
+@pytest.mark.parametrize("fp8, most", [(False, 0.1), (True, 0.5)])
 @pytest.mark.parametrize("documents", [True, False])
 def test_loss_logits_and_gradients_in_bf16_and_fp8(documents, fp8, most):
     if fp8 and DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
@@ -135,10 +122,7 @@ def test_greedy_tokens_are_those_of_a_cpu(compiled):
     assert one == other
 
 
-@pytest.mark.parametrize("states, off", [
-    (torch.float32, 1e-4),
-    (torch.bfloat16, 1e-3)
-])
+@pytest.mark.parametrize("states, off", [(torch.float32, 1e-4), (torch.bfloat16, 1e-3)])
 def test_the_optimizer_moves_weights_as_on_a_cpu(states, off):
     """To 1e-4 of the distance moved. With bf16 averages, rounded by a hash, one in 1,000 may round differently."""
     torch.manual_seed(0)
@@ -146,14 +130,7 @@ def test_the_optimizer_moves_weights_as_on_a_cpu(states, off):
     moved = []
     for device in ("cpu", DEVICE):
         p = torch.nn.Parameter(start.to(device, copy=True))
-        opt = AdEMAMix(
-            [p],
-            lr=1e-2,
-            alpha_warmup=4,
-            beta3_warmup=4,
-            state_dtype=states,
-            compile=device == DEVICE
-        )
+        opt = AdEMAMix([p], lr=1e-2, alpha_warmup=4, beta3_warmup=4, state_dtype=states, compile=device == DEVICE)
         for gradient in gradients:
             p.grad = gradient.to(device)
             opt.step(grad_scale=0.5)

@@ -8,16 +8,16 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from conftest import script, table
+from tiny import GOLDEN
+from trained import corpus
 
 from configurator import config_file, read_config
-from conftest import script, table
 from data import TokenDataset, fingerprint, mapped, permute, read_meta, started_stages
 from engine.files import read_json
 from goldfish import goldfish_mask
 from schedule import steps_in, wsd
 from stages import StagedDataset
-from tiny import GOLDEN
-from trained import corpus
 
 A, B = "a.jsonl", "b.jsonl"
 BOS, EOS = 1, 2
@@ -32,11 +32,7 @@ def folder(tmp_path_factory):
 def stream_of(folder, *names, split="train"):
     """All tokens of some sources, read from the files."""
     sources = read_meta(folder)["sources"]
-    files = [
-        shard["file"]
-        for name in names
-        for shard in sources[name][split]["shards"]
-    ]
+    files = [shard["file"] for name in names for shard in sources[name][split]["shards"]]
     return np.concatenate([np.load(f"{folder}/{file}") for file in files]).tolist()
 
 
@@ -82,12 +78,7 @@ def test_permute_is_the_cipher_that_runs_began_with(row):
 
 
 @pytest.mark.parametrize(
-    "sources, goldfish",
-    [
-        (None, ()),
-        ((B, A, B), (4, 13, "product", "window")),
-        (None, (4, 13, "mix", "stream"))
-    ]
+    "sources, goldfish", [(None, ()), ((B, A, B), (4, 13, "product", "window")), (None, (4, 13, "mix", "stream"))]
 )
 def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder, sources, goldfish):
     """
@@ -99,10 +90,7 @@ def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder,
     n = (len(stream) - 1) // 64
     assert (data.n_tokens, data.n_windows) == (len(stream), n)
     for first, size in ((0, n), (1021, 5), (3, 5), (10**6, 5)):
-        begins = [
-            64 * plain_permute(g % n, n, 28, g // n)
-            for g in range(first, first + size)
-        ]
+        begins = [64 * plain_permute(g % n, n, 28, g // n) for g in range(first, first + size)]
         idx, targets, keep, doc = data.batch(first, size)
         ids = torch.tensor([stream[begin : begin + 65] for begin in begins])
         assert idx.equal(ids[:, :-1])
@@ -121,13 +109,7 @@ def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder,
 # Weights and stages
 
 
-@pytest.mark.parametrize(
-    "weights, slots",
-    [
-        ({A: 1, B: 6}, [1429, 8571]),
-        ({B: 0.5, A: 0.25}, [6667, 3333])
-    ]
-)
+@pytest.mark.parametrize("weights, slots", [({A: 1, B: 6}, [1429, 8571]), ({B: 0.5, A: 0.25}, [6667, 3333])])
 def test_a_weighted_sample_is_the_one_that_arithmetic_gives(folder, weights, slots):
     """
     Largest remainders give each source its slots among 10,000, which each block of 10,000 samples permutes: weights are
@@ -156,10 +138,7 @@ def test_stages_change_sources_and_seed_where_the_table_says(folder):
     """Later stages need no data yet. After the last stage that is read, samples continue from its data."""
     goldfish = 4, 13, "mix"
     data = StagedDataset(folder, TABLE, 16, *goldfish)
-    parts = [
-        TokenDataset(folder, "train", 16, seed, *goldfish, sources=sources)
-        for _, sources, _, seed in TABLE
-    ]
+    parts = [TokenDataset(folder, "train", 16, seed, *goldfish, sources=sources) for _, sources, _, seed in TABLE]
     batches = (part.batch(0, n) for part, n in zip(parts, (40, 30, 60)))
     want = [torch.cat(tensors) for tensors in zip(*batches)]
     for first, n in ((0, 130), (35, 80), (40, 30)):
@@ -198,11 +177,15 @@ def copied(folder, tmp_path):
     return copy, f"{copy}/{A}_train_00000.npy"
 
 
-@pytest.mark.parametrize("damage, says", [
-    (lambda path: os.truncate(path, 100), "where meta.json has 700 tokens: prepare the data again"),
-    (lambda path: np.save(path, np.zeros(700, np.float32)), "where meta.json has 700 tokens"),
-    (lambda path: np.save(path, np.zeros(699, np.uint16)), "where meta.json has 700 tokens"),
-    (lambda path: np.save(path, np.full(700, 320, np.uint16)), "id 320 >= vocab_size 320 in samples 0 to 299")])
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda path: os.truncate(path, 100), "where meta.json has 700 tokens: prepare the data again"),
+        (lambda path: np.save(path, np.zeros(700, np.float32)), "where meta.json has 700 tokens"),
+        (lambda path: np.save(path, np.zeros(699, np.uint16)), "where meta.json has 700 tokens"),
+        (lambda path: np.save(path, np.full(700, 320, np.uint16)), "id 320 >= vocab_size 320 in samples 0 to 299"),
+    ],
+)
 def test_a_damaged_shard_is_an_error(copied, damage, says):
     """The vocabulary has ids 0 to 319."""
     damage(copied[1])
@@ -227,17 +210,10 @@ def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed
 
 @pytest.mark.parametrize(
     "second, until, same",
-    [
-        (("2", (B,), 99, 7), 40, True),
-        (("2", (B,), 99, 7), 41, False),
-        (("2", {A: 1, B: 1}, 70, 30), 41, False)
-    ]
+    [(("2", (B,), 99, 7), 40, True), (("2", (B,), 99, 7), 41, False), (("2", {A: 1, B: 1}, 70, 30), 41, False)],
 )
 def test_a_row_of_the_table_counts_from_the_first_sample_of_its_stage_on(folder, second, until, same):
-    before, after = (
-        started_stages(StagedDataset(folder, t, 16).fingerprint, until)
-        for t in (TABLE, (ONE, second))
-    )
+    before, after = (started_stages(StagedDataset(folder, t, 16).fingerprint, until) for t in (TABLE, (ONE, second)))
     assert (after == before) == same
     whole = TokenDataset(folder, "train", 16).fingerprint
     assert started_stages(whole, 0) == [whole]
@@ -263,17 +239,9 @@ PUBLISHED = read_json(f"{GOLDEN}/stages.json")
 def test_the_long_context_stages_have_the_published_steps_and_tokens(row):
     """The rate warms up over 1.2B tokens and then stays at the floor of pretraining's rate to the end."""
     size, name, *want = row
-    before = dict(
-        n_layer=32,
-        lr_floor=1.1e-5,
-        batch_size=1024,
-        block_size=4096
-    ) | read_config(config_file(size))
+    before = dict(n_layer=32, lr_floor=1.1e-5, batch_size=1024, block_size=4096) | read_config(config_file(size))
     config = read_config(config_file(f"long/{name}"), before)
-    windows, theta, batch, total, warmup, decay, peak = (
-        config[key]
-        for key in KEYS.split()
-    )
+    windows, theta, batch, total, warmup, decay, peak = (config[key] for key in KEYS.split())
     ((_, sources, until, _),) = config["stages"]
     steps = steps_in(total, batch, config["batch_ramp_at"] or None)
     assert [windows, theta, batch, steps, [*sources.values()]] == want
@@ -291,10 +259,7 @@ def test_the_stages_of_the_published_runs_end_at_the_published_tokens(file):
     config = runpy.run_path(config_file(file))
     names, pools, ends, seeds = zip(*config["stages"])
     billions = np.multiply(ends, config.get("block_size", 4096) / 1e9)
-    assert dict(zip(names, billions)) == pytest.approx(
-        PUBLISHED["billions"][file],
-        abs=0.05
-    )
+    assert dict(zip(names, billions)) == pytest.approx(PUBLISHED["billions"][file], abs=0.05)
     assert ends[-1] == config["total_samples"]
     assert ends[-2] == pytest.approx(ends[-1] - config["decay_samples"], rel=1e-6) or file == "70b"
     assert seeds[0] == 28 and len(set(seeds)) == len(seeds)

@@ -2,6 +2,7 @@
 Duplicates against Python's re and set, Jaccard similarity and the formula of LSH, contamination against difflib, hashes
 against those of the first corpora.
 """
+
 import random
 import re
 import unicodedata
@@ -26,7 +27,8 @@ def test_hashes_do_not_change_between_versions():
     assert ids[0] == 17883861470632752357
     assert np.diff(ends).tolist() == [6, 4, 3, 2, 1, 0]
     assert " ".join(map(str, signatures[:, 0])) == (
-        "1910524470 2184832521 4126655661 3861305381 3891752666 3863047082 4294967295")
+        "1910524470 2184832521 4126655661 3861305381 3891752666 3863047082 4294967295"
+    )
     assert dedup.band_keys(signatures, 14, 8)[:2, 0].tolist() == [17867989160535214360, 6370679387961258329]
 
 
@@ -37,7 +39,7 @@ def test_a_fingerprint_is_the_hash_of_normal_text_whatever_its_white_space():
     digest = blake2b(normal, digest_size=16).digest()
     for same in (text, unicodedata.normalize("NFD", f"  {text}\n").replace(" ", " \t")):
         assert dedup.fingerprint(same) == int.from_bytes(digest[:8], "little")
-    assert dedup.fingerprint("\u0301\u0327" * 500_000)                 # in linear time
+    assert dedup.fingerprint("\u0301\u0327" * 500_000)  # in linear time
 
 
 def test_a_row_that_shares_a_key_with_an_earlier_one_that_stays_was_seen_before():
@@ -46,14 +48,17 @@ def test_a_row_that_shares_a_key_with_an_earlier_one_that_stays_was_seen_before(
     seen = set()
     # update() returns None: a row that shares no key is not in the list, and its keys are seen from there on.
     assert list(dedup.seen_before(keys.T)) == [
-        i for i, row in enumerate(keys) if not seen.isdisjoint(row) or seen.update(row)]
+        i for i, row in enumerate(keys) if not seen.isdisjoint(row) or seen.update(row)
+    ]
 
 
 def test_equal_words_have_equal_hashes_and_no_others():
     """Words are what Python's re finds. \uff11 and \uff54 are full-width."""
-    text = ("Die K\u00fcche, die KU\u0308CHE \u201cquoted\u201d \u00abTexte\u00bb a_b x-y 3.14\tnew\nline, abba baab "
-            "the THE The; \u2014 1\u20442 caf\u00e9caf\u00e9 "
-            "\uff11\uff12\uff0c \uff54\uff48\uff45 \uff34\uff28\uff25\uff1a ") * 3 + 300 * "x"
+    text = (
+        "Die K\u00fcche, die KU\u0308CHE \u201cquoted\u201d \u00abTexte\u00bb a_b x-y 3.14\tnew\nline, abba baab "
+        "the THE The; \u2014 1\u20442 caf\u00e9caf\u00e9 "
+        "\uff11\uff12\uff0c \uff54\uff48\uff45 \uff34\uff28\uff25\uff1a "
+    ) * 3 + 300 * "x"
     words, ids = re.findall(r"[\w\u0308]+", text.lower()), dedup.words([text])[0].tolist()
     assert len(set(words)) == len(set(ids)) == len(set(zip(words, ids, strict=True)))
 
@@ -73,22 +78,11 @@ def test_each_character_is_a_word_in_chinese_and_thai(text):
 def test_near_duplicates_are_found_as_often_as_the_formula_says(shift):
     """Two texts have 200 shingles each, and all but the first or last `shift` of them in common."""
     pytest.importorskip("rensa")
-    ids = np.random.default_rng(0).integers(
-        0,
-        2**63,
-        (400, 204 + shift),
-        dtype=np.uint64
-    )
-    pair = [
-        dedup.signatures(part.ravel(), np.arange(1, 401) * 204)
-        for part in (ids[:, :204], ids[:, shift:])
-    ]
+    ids = np.random.default_rng(0).integers(0, 2**63, (400, 204 + shift), dtype=np.uint64)
+    pair = [dedup.signatures(part.ravel(), np.arange(1, 401) * 204) for part in (ids[:, :204], ids[:, shift:])]
     one, two = (dedup.band_keys(signatures, *dedup.bands_of(0.72)) for signatures in pair)
-    p = 1 - (1 - ((200 - shift) / (200 + shift))**8)**14
-    assert (one == two).any(1).mean() == pytest.approx(
-        p,
-        abs=4 * (p * (1 - p) / 400)**0.5
-    )
+    p = 1 - (1 - ((200 - shift) / (200 + shift)) ** 8) ** 14
+    assert (one == two).any(1).mean() == pytest.approx(p, abs=4 * (p * (1 - p) / 400) ** 0.5)
 
 
 @pytest.mark.parametrize("size", [8, 20, 33])
@@ -96,22 +90,13 @@ def test_contamination_is_half_of_the_prompt_in_runs_of_five(size):
     """By difflib's matching blocks: one has at least 8 words, and those of at least 5 cover half of the prompt."""
     rng, want = random.Random(0), {}
     prompt, rest = [f"p{i}" for i in range(size)], [f"d{i}" for i in range(20)]
-    docs = [
-        rest + [rng.choice([word] * 7 + ["changed"]) for word in prompt] + rest
-        for _ in range(200)
-    ]
+    docs = [rest + [rng.choice([word] * 7 + ["changed"]) for word in prompt] + rest for _ in range(200)]
     for i, doc in enumerate(docs):
-        sizes = [
-            block.size
-            for block in SequenceMatcher(None, doc, prompt, autojunk=False).get_matching_blocks()
-        ]
+        sizes = [block.size for block in SequenceMatcher(None, doc, prompt, autojunk=False).get_matching_blocks()]
         if max(sizes) >= 8 and 2 * sum(n for n in sizes if n >= 5) >= size:
             want[i] = 0
     texts = list(map(" ".join, docs))
-    assert dedup.Contamination([" ".join(prompt)]).find(
-        texts,
-        *dedup.words(texts)
-    ) == want != {}
+    assert dedup.Contamination([" ".join(prompt)]).find(texts, *dedup.words(texts)) == want != {}
 
 
 def test_a_prompt_is_found_anywhere_in_a_long_text_and_not_across_two_texts():
@@ -121,7 +106,4 @@ def test_a_prompt_is_found_anywhere_in_a_long_text_and_not_across_two_texts():
     texts = [*halves, " ".join(halves), prompt.replace("spider", "insect")]
     texts += ["a " * n + prompt + " b" * 500_000 for n in (499_990, 999_995)]
     check = dedup.Contamination(["too short", prompt])
-    assert check.find(
-        texts,
-        *dedup.words([text[:dedup.LONG] for text in texts])
-    ) == {2: 1, 4: 1, 5: 1}
+    assert check.find(texts, *dedup.words([text[: dedup.LONG] for text in texts])) == {2: 1, 4: 1, 5: 1}

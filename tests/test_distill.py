@@ -1,17 +1,18 @@
 """posttrain/distill.py and train.py --teacher: the loss against torch's own functions on all logits in fp64."""
+
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import refused, script
+from lab import pretraining
+from tiny import ids, small
+from trained import log
 
 import convert
 import loss as loss_file
-from conftest import refused, script
 from data import TokenDataset
-from lab import pretraining
 from model import Apertus
 from posttrain.distill import Student, learn_from
-from tiny import ids, small
-from trained import log
 
 STUDENT = "--n_layer=1 --dtype=float32 --compile=False --eval_every=0 --last_eval_windows=8".split()
 
@@ -27,7 +28,7 @@ def plain_terms(model, teacher, idx, targets, keep, doc):
     """Cross-entropy and KL(teacher || model), means over the kept tokens, by torch's functions on all logits."""
     q = Apertus.forward(model, idx, doc=doc)[0].log_softmax(-1)[keep]
     with torch.no_grad():
-        p = teacher(idx, doc=doc)[0][..., :q.shape[-1]].log_softmax(-1)[keep]
+        p = teacher(idx, doc=doc)[0][..., : q.shape[-1]].log_softmax(-1)[keep]
     return F.nll_loss(q, targets[keep]), F.kl_div(q, p, reduction="batchmean", log_target=True)
 
 
@@ -39,27 +40,11 @@ def test_loss_and_gradients_are_those_of_the_full_logits_in_fp64(monkeypatch):
     model.__class__ = type("Taught", (Student, Apertus), {})
     learn_from(model, teacher, 0.3, compiled=False)
     ce, kl = plain_terms(model, teacher, *batch())
-    want = torch.autograd.grad(
-        3 * (0.7 * ce + 0.3 * kl),
-        model.parameters()
-    )
-    terms, loss = model(
-        *batch(),
-        n_tokens=batch()[2].sum()
-    )
+    want = torch.autograd.grad(3 * (0.7 * ce + 0.3 * kl), model.parameters())
+    terms, loss = model(*batch(), n_tokens=batch()[2].sum())
     (3 * loss).backward()
-    torch.testing.assert_close(
-        terms,
-        dict(loss=ce.detach(), kl=kl.detach()),
-        rtol=1e-12,
-        atol=0
-    )
-    torch.testing.assert_close(
-        [p.grad for p in model.parameters()],
-        list(want),
-        rtol=1e-9,
-        atol=1e-12
-    )
+    torch.testing.assert_close(terms, dict(loss=ce.detach(), kl=kl.detach()), rtol=1e-12, atol=0)
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(want), rtol=1e-9, atol=1e-12)
 
 
 # -----------------------------------------------------------------------------
@@ -67,10 +52,7 @@ def test_loss_and_gradients_are_those_of_the_full_logits_in_fp64(monkeypatch):
 
 
 def steps(out):
-    return [
-        [entry[key] for key in ("loss", "kl", "grad_norm")]
-        for entry in log(out, "kl")
-    ]
+    return [[entry[key] for key in ("loss", "kl", "grad_norm")] for entry in log(out, "kl")]
 
 
 def learn(lab, out, *args, teacher="hf"):
@@ -82,19 +64,12 @@ def test_the_first_step_is_that_of_the_formula_kl_falls_and_a_run_keeps_its_teac
     learn(lab, run, "--goldfish_k=3", "--goldfish_h=5", "--goldfish_scope=stream")
     found = steps(run)
     model = Apertus(convert.load_any(str(run))[0].config, 28).double()
-    teacher, _ = convert.load_any(
-        str(lab / "hf"),
-        "cpu",
-        torch.float64
-    )
+    teacher, _ = convert.load_any(str(lab / "hf"), "cpu", torch.float64)
     first = TokenDataset(str(lab / "data"), "train", 256, 28, 3, 5, "product", "stream").batch(0, 8)
     ce, kl = plain_terms(model, teacher, *first)
     (0.1 * ce + 0.9 * kl).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    assert found[0] == pytest.approx(
-        [ce.item(), kl.item(), norm.item()],
-        rel=1e-5
-    )
+    assert found[0] == pytest.approx([ce.item(), kl.item(), norm.item()], rel=1e-5)
     assert found[-1][1] < found[0][1]
     refused(learn(lab, run, "--resume", "--distill=0.5", teacher="sft"), "distill 0.9 -> 0.5; teacher_hash")
     refused(learn(lab, run, "--resume", teacher="pretrained"), "is finished")
@@ -107,12 +82,5 @@ def test_the_teacher_sees_the_documents_as_its_student_does(lab, tmp_path):
     """
     frozen = ["--lr=0.0", "--lr_floor=0.0", "--total_samples=40"]
     learn(lab, tmp_path / "twin", *frozen, "--distill=0", "--doc_mask=True")
-    learn(
-        lab,
-        tmp_path / "run",
-        *frozen,
-        "--distill=1.0",
-        "--doc_mask=False",
-        teacher=tmp_path / "twin"
-    )
+    learn(lab, tmp_path / "run", *frozen, "--distill=1.0", "--doc_mask=False", teacher=tmp_path / "twin")
     assert [found[1:] for found in steps(tmp_path / "run")] == [[0, 0]] * 5

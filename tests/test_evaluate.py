@@ -1,4 +1,5 @@
 """evaluate.py: log-likelihoods token by token, intervals by closed forms, choices against lm-evaluation-harness."""
+
 import json
 import math
 from collections import Counter
@@ -6,25 +7,24 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-
-import evaluate
-import tokenizer
 from lab import run
 from tiny import small, write_rows
 
+import evaluate
+import tokenizer
+
 TOK = tokenizer.load("byte")
-TEXTS = ["All human beings are born free and equal in dignity and rights.",
-         "Tous les êtres humains naissent libres et égaux en dignité et en droits.",
-         "Alle Menschen sind frei und an Würde und Rechten gleich geboren. " * 4]
+TEXTS = [
+    "All human beings are born free and equal in dignity and rights.",
+    "Tous les êtres humains naissent libres et égaux en dignité et en droits.",
+    "Alle Menschen sind frei und an Würde und Rechten gleich geboren. " * 4,
+]
 
 
 def evaluated(folder, *args):
     """Run evaluate.py with --out=FOLDER/out. Returns its output and the rows of evaluation.json, which has no NaN."""
     done = run("evaluate.py", *args, f"--out={folder / 'out'}")
-    found = json.loads(
-        (folder / "out" / "evaluation.json").read_text(),
-        parse_constant=pytest.fail
-    )
+    found = json.loads((folder / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail)
     return done.stdout, found["rows"]
 
 
@@ -55,23 +55,14 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(monk
     monkeypatch.setattr(evaluate, "batch_tokens", 31)
     monkeypatch.setattr(TOK, "eos", TOK.id_of("<|assistant_end|>"))
     narrow = small(vocab_size=320, block_size=12).double().eval()
-    texts = [
-        TEXTS[1][:n]
-        for n in (1, 5, 37, 10, 9, 22, 24, 11, 2)
-    ]
-    bits = np.array([
-        bits_by_hand(narrow, [TOK.bos, *TOK.encode(text), TOK.id_of("</s>")])
-        for text in texts
-    ])
+    texts = [TEXTS[1][:n] for n in (1, 5, 37, 10, 9, 22, 24, 11, 2)]
+    bits = np.array([bits_by_hand(narrow, [TOK.bos, *TOK.encode(text), TOK.id_of("</s>")]) for text in texts])
     sizes = np.array([len(text.encode()) for text in texts])
     rows = evaluate.text_scores(narrow, TOK, list(zip("xyz" * 3, texts)))
     parts = slice(None), *(slice(i, None, 3) for i in range(3))
     for row, name, part in zip(rows, ("all", *"xyz"), parts, strict=True):
         assert (row["name"], row["n"], row["bytes"]) == (name, len(bits[part]), sizes[part].sum())
-        assert row["score"] == pytest.approx(
-            bits[part].sum() / sizes[part].sum(),
-            rel=1e-5
-        )
+        assert row["score"] == pytest.approx(bits[part].sum() / sizes[part].sum(), rel=1e-5)
 
 
 def test_the_interval_over_documents_is_the_jackknifes():
@@ -101,7 +92,7 @@ def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_ch
         quiz("1 + 1?", ["3", "2"], "b"),
         quiz("2 + 2? ", ["5", "4"], "4"),
         quiz("3?", ["6", "7"], 0),
-        quiz("4?", list("abcd"), "D")
+        quiz("4?", list("abcd"), "D"),
     ]
     context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n"
     first, second = evaluate.asked(rows, "x")
@@ -115,37 +106,24 @@ def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_ch
 @pytest.fixture
 def say(monkeypatch):
     """say(ids): generate() returns these ids, to the first stop token, for any prompt; say.prompts: the prompts."""
+
     def say(ids):
         def generate(model, prompts, n, temperature, stop):
             say.prompts = prompts
-            end = next(
-                (i for i, token in enumerate(ids[:n]) if token in stop),
-                n
-            )
-            return [[*prompt, *ids[:end + 1]] for prompt in prompts]
+            end = next((i for i, token in enumerate(ids[:n]) if token in stop), n)
+            return [[*prompt, *ids[: end + 1]] for prompt in prompts]
+
         monkeypatch.setattr(evaluate, "generate", generate)
+
     return say
 
 
 def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say):
     """The answer ends with its first line or the end token, and control tokens do not belong to it."""
-    answers = [
-        ["no", 42],
-        42,
-        "42",
-        " 42 ",
-        "4",
-        "42 and more",
-        ["a", "b"]
-    ]
+    answers = [["no", 42], 42, "42", " 42 ", "4", "42 and more", ["a", "b"]]
     rows = [dict(question="?", answer=answer) for answer in answers]
-    say([
-        TOK.id_of("<|user_start|>"),
-        *TOK.encode(" 42 \n43"),
-        TOK.eos,
-        *TOK.encode("no")
-    ])
-    found, = evaluate.answer_scores(model, TOK, rows, "sums")
+    say([TOK.id_of("<|user_start|>"), *TOK.encode(" 42 \n43"), TOK.eos, *TOK.encode("no")])
+    (found,) = evaluate.answer_scores(model, TOK, rows, "sums")
     assert (found["score"], found["n"], found["chance"]) == (4 / 7, 7, 0.0)
 
 
@@ -155,15 +133,10 @@ def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, s
     assert evaluate.pair(TOK, context, " ab", 96) == (TOK.encode(context[-94:] + " ab"), 94)
     assert evaluate.pair(TOK, "?", " ab", 4) == ([TOK.bos, *TOK.encode("? ab")], 2)
     say(TOK.encode("1"))
-    evaluate.answer_scores(
-        model,
-        TOK,
-        [dict(question=question, answer=1) for question in (context, "?")],
-        "sums"
-    )
+    evaluate.answer_scores(model, TOK, [dict(question=question, answer=1) for question in (context, "?")], "sums")
     assert say.prompts == [
-        TOK.encode(f"{context}\nAnswer:")[evaluate.max_new_tokens - 96:],
-        [TOK.bos, *TOK.encode("?\nAnswer:")]
+        TOK.encode(f"{context}\nAnswer:")[evaluate.max_new_tokens - 96 :],
+        [TOK.bos, *TOK.encode("?\nAnswer:")],
     ]
 
 
@@ -174,20 +147,16 @@ def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, s
 def test_one_command_gives_a_table_and_json(lab, tmp_path):
     texts, task = tmp_path / "texts.jsonl", tmp_path / "quiz.jsonl"
     write_rows(
-        texts,
-        [dict(text=t, lang=lang) for t, lang in zip([*TEXTS, "\ud800", " "], ("en", "fr", "de", "en", "it"))]
+        texts, [dict(text=t, lang=lang) for t, lang in zip([*TEXTS, "\ud800", " "], ("en", "fr", "de", "en", "it"))]
     )
-    write_rows(
-        task,
-        [quiz("1 + 1?", ["2", "3"], "2"), dict(question="2 + 2?", answer=4)]
-    )
+    write_rows(task, [quiz("1 + 1?", ["2", "3"], "2"), dict(question="2 + 2?", answer=4)])
     table, rows = evaluated(tmp_path, texts, task, f"--init_from={lab}/hf")
     assert [(row["name"], row["n"]) for row in rows] == [
         ("all", 4),
         ("de", 1),
         ("en", 2),
         ("fr", 1),
-        *[("quiz.jsonl", 1)] * 3
+        *[("quiz.jsonl", 1)] * 3,
     ]
     # One document has no interval.
     assert f"| de | bits/byte |  | 1 | {len(TEXTS[2].encode())} | {rows[1]['score']:.3f} |  |  |  |" in table
@@ -202,15 +171,8 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path)
     Three sources of different sizes. The documents read back are the input texts, and --limit of them are scored.
     """
     sizes = dict(one=7, two=19, three=4)
-    texts = {
-        f"{name} {i}: " + "Würde " * i: name
-        for name, n in sizes.items()
-        for i in range(n)
-    }
-    write_rows(
-        tmp_path / "x.jsonl",
-        [dict(source=source, text=text) for text, source in texts.items()]
-    )
+    texts = {f"{name} {i}: " + "Würde " * i: name for name, n in sizes.items() for i in range(n)}
+    write_rows(tmp_path / "x.jsonl", [dict(source=source, text=text) for text, source in texts.items()])
     data = str(tmp_path / "own")
     how = "--tokenizer=apertus:400", "--source_by=source", f"--out={data}", "--val_share=0.5"
     run("prepare.py", tmp_path / "x.jsonl", *how)

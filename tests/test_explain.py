@@ -1,4 +1,5 @@
 """studies/explain.py: plots have the numbers of the report, the optimizer and a closed form."""
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ def test_the_slow_weights_drawn_are_ademamixs_response_to_one_gradient():
         beta3_warmup=100_000,
         alpha_warmup=100_000,
         compile=False,
-        state_dtype=torch.float32
+        state_dtype=torch.float32,
     )
     for step in range(1, t + 1):
         p.grad = torch.full_like(p, float(step == at_step))

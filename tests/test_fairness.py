@@ -1,4 +1,5 @@
 """studies/fairness.py: closed forms of the Gini coefficient, and what UTF-8 costs."""
+
 import numpy as np
 import pytest
 

@@ -1,4 +1,5 @@
 """engine/fp8.py: products against fp64 products of numbers rounded to eight bits by hand, and which matrices use it."""
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,14 +10,7 @@ from model import Apertus, ApertusConfig
 
 # Bits of mantissa, exponent of the smallest normal number, and the largest number: the OCP's 8-bit formats, table 1.
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
-SHAPE = ApertusConfig(
-    block_size=32,
-    vocab_size=64,
-    n_layer=2,
-    n_head=4,
-    n_kv_head=2,
-    n_embd=32,
-    ffn_dim=48)
+SHAPE = ApertusConfig(block_size=32, vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=48)
 
 
 def normal(*shape, seed, spread=1.0):
@@ -87,8 +81,7 @@ def test_all_matrices_of_blocks_multiply_in_eight_bits_and_are_recomputed_like_o
 
 
 @pytest.mark.parametrize(
-    "device, capability",
-    [("cuda:0", (8, 6)), ("cuda:0", (8, 9)), ("mps", (0, 0)), ("cpu", (9, 0))]
+    "device, capability", [("cuda:0", (8, 6)), ("cuda:0", (8, 9)), ("mps", (0, 0)), ("cpu", (9, 0))]
 )
 def test_gpus_before_ada_and_apples_are_an_error(monkeypatch, device, capability):
     """Compute capability 8.9 is the first whose tensor cores have these formats (CUDA's programming guide)."""

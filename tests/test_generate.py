@@ -1,11 +1,12 @@
 """generate.py against transformers' greedy tokens, the model without a cache, and the probabilities that it claims."""
+
 import pytest
 import torch
+from tiny import golden, ids, small
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import generate as file
 from generate import KVCache, generate, next_logits, sample_token, stream
-from tiny import golden, ids, small
 
 
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
@@ -14,27 +15,24 @@ def test_greedy_tokens_are_transformers(name):
     assert torch.equal(generate(model, io["idx"][:, :16], 24, temperature=0)[:, 16:], io["greedy"])
 
 
-@pytest.mark.parametrize("fixed, begins, dtype, off", [
-    (False, None, None, 1e-5),
-    (False, [0, 4, 11], torch.bfloat16, 0.05),
-    (True, None, torch.bfloat16, 0.05),
-    (True, [0, 4, 11], None, 1e-5)])
+@pytest.mark.parametrize(
+    "fixed, begins, dtype, off",
+    [
+        (False, None, None, 1e-5),
+        (False, [0, 4, 11], torch.bfloat16, 0.05),
+        (True, None, torch.bfloat16, 0.05),
+        (True, [0, 4, 11], None, 1e-5),
+    ],
+)
 @torch.no_grad()
 def test_reading_through_the_cache_is_the_full_forward_pass(monkeypatch, fixed, begins, dtype, off):
     """With parts and chunks of any size, rows that begin at different places, and a growing or fixed buffer."""
     true, chunks = KVCache.begin, []
     monkeypatch.setattr(file, "CHUNK", 4)
-    monkeypatch.setattr(
-        KVCache,
-        "begin",
-        lambda cache, T: chunks.append(T) or true(cache, T)
-    )
+    monkeypatch.setattr(KVCache, "begin", lambda cache, T: chunks.append(T) or true(cache, T))
     model, idx = small(), ids(3, 30)
     padding = torch.tensor(begins or [0, 0, 0])
-    want = [
-        model(row[None, begin:])[0][0]
-        for row, begin in zip(idx, padding)
-    ]
+    want = [model(row[None, begin:])[0][0] for row, begin in zip(idx, padding)]
     model.dtype = dtype
     cache = KVCache(model, 3, 32, padding if begins else None)
     for part in idx.split([13, 1, 1, 5, 1, 9], dim=1):
@@ -65,7 +63,7 @@ def test_text_is_decoded_as_without_a_cache_and_as_if_alone(monkeypatch):
         for prompt, whole in zip(prompts, texts, strict=True):
             n = len(prompt)
             assert whole[:n] == prompt and len(whole) == n + 9
-            assert model(torch.tensor([whole[:-1]]))[0][0].argmax(-1)[n - 1:].tolist() == whole[n:]
+            assert model(torch.tensor([whole[:-1]]))[0][0].argmax(-1)[n - 1 :].tolist() == whole[n:]
     assert counter.frame_count == 1
 
 
@@ -73,21 +71,12 @@ def test_a_row_that_has_ended_repeats_its_stop_token_until_all_have():
     model, prompts = small(), ids(4, 3)
     free = generate(model, prompts, 20, temperature=0)[:, 3:].tolist()
     stop = {row[4 + 3 * b] for b, row in enumerate(free)}  # each row has its stop at another step
-    said = [
-        row[:1 + min(map(row.index, stop.intersection(row)))]
-        for row in free
-    ]
+    said = [row[: 1 + min(map(row.index, stop.intersection(row)))] for row in free]
     longest = max(map(len, said))
-    want = [
-        row + row[-1:] * (longest - len(row))
-        for row in said
-    ]
+    want = [row + row[-1:] * (longest - len(row)) for row in said]
     assert want != said and longest < 20
     assert generate(model, prompts, 20, stop, temperature=0)[:, 3:].tolist() == want
-    assert [
-        whole[3:]
-        for whole in generate(model, prompts.tolist(), 20, stop, temperature=0)
-    ] == said
+    assert [whole[3:] for whole in generate(model, prompts.tolist(), 20, stop, temperature=0)] == said
 
 
 def test_what_cannot_be_is_refused_in_one_line():
@@ -99,19 +88,20 @@ def test_what_cannot_be_is_refused_in_one_line():
     with pytest.raises(ValueError, match="generating another text already"):
         generate(model, [[5]], 1)
     first.close()
-    assert torch.equal(
-        model(ids(1, 9))[0],
-        small()(ids(1, 9))[0]
-    )
+    assert torch.equal(model(ids(1, 9))[0], small()(ids(1, 9))[0])
 
 
-@pytest.mark.parametrize("how, want", [
-    (dict(top_k=9, top_p=1.0), [50, 30, 15, 5]),           # more than there are
-    (dict(top_k=2), [62.5, 37.5, 0, 0]),
-    (dict(top_p=0.8), [62.5, 37.5, 0, 0]),                 # 50 and 30 are enough
-    (dict(top_p=0.81), [52.6, 31.6, 15.8, 0]),
-    (dict(temperature=0.5), [68.5, 24.7, 6.2, 0.7]),       # squared, then normalised
-    (dict(temperature=0), [100, 0, 0, 0])])
+@pytest.mark.parametrize(
+    "how, want",
+    [
+        (dict(top_k=9, top_p=1.0), [50, 30, 15, 5]),  # more than there are
+        (dict(top_k=2), [62.5, 37.5, 0, 0]),
+        (dict(top_p=0.8), [62.5, 37.5, 0, 0]),  # 50 and 30 are enough
+        (dict(top_p=0.81), [52.6, 31.6, 15.8, 0]),
+        (dict(temperature=0.5), [68.5, 24.7, 6.2, 0.7]),  # squared, then normalised
+        (dict(temperature=0), [100, 0, 0, 0]),
+    ],
+)
 def test_sampling_has_the_probabilities_that_it_claims(how, want):
     """Shares in percent. The logits are the logs of 30, 50, 5 and 15 %."""
     logits = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log().bfloat16().expand(20000, 4)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-
 from conftest import script
-from goldfish import A, goldfish_mask, window_mix
 from tiny import tensors
+
+from goldfish import A, goldfish_mask, window_mix
 
 WRAP = 2**64
 
@@ -39,28 +39,10 @@ def test_identical_to_the_coefficients_of_the_apertus_2_trainer(case):
     assert torch.equal(goldfish_mask(labels, k, h, **how), kept)
     rows = labels.int().expand(3, -1)
     c = h - 1
-    assert torch.equal(
-        goldfish_mask(
-            rows[:, c:],
-            k,
-            h,
-            context=rows[:, :c],
-            **how
-        ),
-        kept[c:].expand(3, -1)
-    )
+    assert torch.equal(goldfish_mask(rows[:, c:], k, h, context=rows[:, :c], **how), kept[c:].expand(3, -1))
 
 
-@pytest.mark.parametrize(
-    "k, h",
-    [
-        (50, 50),
-        (2, 1),
-        (7.5, 13),
-        (2, 64),
-        (4.279285256079162, 50)
-    ]
-)
+@pytest.mark.parametrize("k, h", [(50, 50), (2, 1), (7.5, 13), (2, 64), (4.279285256079162, 50)])
 def test_identical_to_the_published_expression_for_any_int64(k, h):
     """Ids whose product is 0, ids that wrap around, negative ids. The last 1/k is the table's first number."""
     rows = ids(4, 5000)
@@ -68,24 +50,15 @@ def test_identical_to_the_published_expression_for_any_int64(k, h):
     rows[2] = rows[2] * 2**46 + 1
     rows[3] *= -1
     before = rows.clone()
-    assert torch.equal(
-        goldfish_mask(rows, k, h),
-        torch.stack([published(row, k, h) for row in rows])
-    )
-    assert torch.equal(goldfish_mask(rows[0]), published(rows[0], 50, 50))     # Apertus' k and h (report sec. 2.3)
+    assert torch.equal(goldfish_mask(rows, k, h), torch.stack([published(row, k, h) for row in rows]))
+    assert torch.equal(goldfish_mask(rows[0]), published(rows[0], 50, 50))  # Apertus' k and h (report sec. 2.3)
     assert torch.equal(rows, before)
 
 
 @pytest.mark.parametrize("h", [1, 2, 7, 50, 64])
 def test_the_mix_is_its_formula_in_big_integers(h):
     x = ids(160).tolist()
-    polynomial = [
-        sum(
-            v * A ** (h - 1 - j)
-            for j, v in enumerate(x[i : i + h])
-        ) % WRAP
-        for i in range(161 - h)
-    ]
+    polynomial = [sum(v * A ** (h - 1 - j) for j, v in enumerate(x[i : i + h])) % WRAP for i in range(161 - h)]
     # With h = 1 the mix is the finalizer alone.
     finalized = window_mix(np.array(polynomial, np.uint64), 1)
     assert np.array_equal(window_mix(np.array(x), h), finalized)
@@ -100,10 +73,7 @@ def test_the_finalizer_is_that_of_splitmix64():
     assert A == 6364136223846793005
 
 
-@pytest.mark.parametrize(
-    "hash, h",
-    [("product", 13), ("mix", 50), ("coef", 1)]
-)
+@pytest.mark.parametrize("hash, h", [("product", 13), ("mix", 50), ("coef", 1)])
 def test_with_context_the_masks_of_windows_are_that_of_the_stream(hash, h):
     stream = ids(h - 1 + 8 * 64)
     context, windows = stream.unfold(0, h - 1 + 64, 64).split([h - 1, 64], dim=1)
@@ -130,15 +100,7 @@ def test_windows_that_differ_in_one_or_two_labels_never_collide():
         assert np.abs((a * np.uint64(pow(A, n, WRAP))).view(np.int64)).min() >= 2**17
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        (ids(4).float(),),
-        (ids(4), 1),
-        (ids(4), 50, 0),
-        (ids(4), 50, 50, "sha")
-    ]
-)
+@pytest.mark.parametrize("args", [(ids(4).float(),), (ids(4), 1), (ids(4), 50, 0), (ids(4), 50, 50, "sha")])
 def test_a_wrong_argument_is_an_error_that_names_what_it_wants(args):
     with pytest.raises(ValueError, match="want "):
         goldfish_mask(*args)
@@ -151,8 +113,5 @@ def test_the_command_prints_the_rates_of_a_text_and_a_passage_with_its_holes(tmp
     kept = published(torch.tensor([1, *(64 + b for b in text.encode()), 2]), 3, 13)[12:].tolist()
     rate, holes, _, mix, *_ = done.stdout.split("\n")
     assert rate == f"product, k = 3, h = 13: drops {kept.count(False) / 1690:.2%} of 1,690 labels"
-    assert holes == "".join(
-        c if keep else f"[{c}]"
-        for c, keep in zip(text[11:], kept[:100])
-    )
+    assert holes == "".join(c if keep else f"[{c}]" for c, keep in zip(text[11:], kept[:100]))
     assert mix == "mix, k = 3, h = 13: drops 40.06% of 1,690 labels"

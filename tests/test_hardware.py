@@ -1,13 +1,14 @@
 """
 engine/hardware.py, gpus.py and decoding.py against the Linux kernel's files, and products in fp64.
 """
+
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import table
 
 import model
-from conftest import table
 from engine import decoding, gpus, hardware
 
 
@@ -67,10 +68,7 @@ def test_malloc_keeps_freed_memory(monkeypatch):
     assert told == [(-3, 32 * 2**20), (-1, 2**31 - 1)]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [
-    (torch.float32, 1e-6),
-    (torch.bfloat16, 4e-3)
-])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @torch.no_grad()
 def test_a_row_times_a_matrix_is_the_product_in_fp64_by_four_sums_if_it_is_compiled(dtype, tolerance):
     torch.manual_seed(0)
@@ -91,7 +89,7 @@ def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
     there = {
         "/proc/self/cgroup": "1:cpu:/x\n0::/job_7\n",
         "/sys/fs/cgroup/job_7/memory.current": "300000\n",
-        "/sys/fs/cgroup/job_7/memory.stat": "anon 200000\ninactive_file 90000\n"
+        "/sys/fs/cgroup/job_7/memory.stat": "anon 200000\ninactive_file 90000\n",
     }
     monkeypatch.setattr(gpus.Path, "read_text", lambda path: there.get(str(path), ""))
     assert gpus.free_on_host() is None
@@ -101,10 +99,7 @@ def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
     assert gpus.free_on_host() == 400_000 - (300_000 - 90_000)
 
 
-@pytest.mark.parametrize("name, flops", [
-    ("NVIDIA H100 80GB HBM3", 989e12),
-    ("Tesla T4", None)
-])
+@pytest.mark.parametrize("name, flops", [("NVIDIA H100 80GB HBM3", 989e12), ("Tesla T4", None)])
 def test_the_flops_of_a_gpu_are_its_vendors(monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)

@@ -1,4 +1,5 @@
 """Structure of the project: its size, the direction of its imports, and how its scripts start."""
+
 import ast
 import collections
 import graphlib
@@ -11,19 +12,24 @@ import tokenize
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, refused
+from test_safety import FILES, read
 
 import train
 from configurator import settings
-from conftest import ROOT, refused
-from test_safety import FILES, read
 
 PRODUCT = [file for file in FILES if not file.startswith("configs")]
 LIMITS = "tests/limits.json"
 # For each room the rooms, or modules, that it may import; "" is the root.
 ALL = {"", "engine", "corpus", "posttrain", "studies", "papers", "tools"}
 MAY = {
-    "": {"engine"}, "engine": {"model"}, "corpus": {"", "engine"}, "posttrain": {"", "engine"}, "studies": ALL,
-    "papers": ALL, "tools": ALL | {"tests"}
+    "": {"engine"},
+    "engine": {"model"},
+    "corpus": {"", "engine"},
+    "posttrain": {"", "engine"},
+    "studies": ALL,
+    "papers": ALL,
+    "tools": ALL | {"tests"},
 }
 
 
@@ -47,7 +53,7 @@ def imports(file, lazy=True):
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
-            continue                                       # part of the command, not of the module
+            continue  # part of the command, not of the module
         elif lazy or not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             body.extend(ast.iter_child_nodes(node))
     return found & set(map(module, PRODUCT))
@@ -63,11 +69,7 @@ GRAPH = {module(file): imports(file) for file in PRODUCT}
 def words(file):
     """The names, operators, numbers and strings of a file; a docstring counts as one."""
     kinds = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
-    return [
-        t.string
-        for t in tokenize.generate_tokens(io.StringIO(read(file)).readline)
-        if t.type in kinds
-    ]
+    return [t.string for t in tokenize.generate_tokens(io.StringIO(read(file)).readline) if t.type in kinds]
 
 
 def sizes():
@@ -81,11 +83,7 @@ def sizes():
     pulled, todo = set(), {"train"}
     while todo:
         pulled |= todo
-        todo = {
-            used
-            for name in todo
-            for used in imports(path(name), lazy=False)
-        } - pulled
+        todo = {used for name in todo for used in imports(path(name), lazy=False)} - pulled
     found["closure of train.py"] = sum(len(words(path(name))) for name in pulled)
     found["settings of train.py"] = len(settings(vars(train)))
     return found
@@ -100,11 +98,7 @@ def test_nothing_is_larger_than_its_limit():
     found, limits = sizes(), json.loads(read(LIMITS))
     assert found.keys() == limits.keys()
     # From Python 3.12 on, tokenize also counts what stands inside f-strings.
-    assert sys.version_info > (3, 12) or not {
-        name: size
-        for name, size in found.items()
-        if size > limits[name]
-    }
+    assert sys.version_info > (3, 12) or not {name: size for name, size in found.items() if size > limits[name]}
 
 
 def git(*args):
@@ -117,20 +111,11 @@ def test_limits_only_fall():
     texts = [git("show", f"{commit}:{LIMITS}") for commit in commits]
     versions = list(map(json.loads, [*texts, read(LIMITS)]))
     for before, after in zip(versions, versions[1:]):
-        assert {
-            name
-            for name in before.keys() & after.keys()
-            if after[name] > before[name]
-        } == set()
+        assert {name for name in before.keys() & after.keys() if after[name] > before[name]} == set()
 
 
 def test_no_line_is_wider_than_a_screen():
-    wide = [
-        f"{file}:{n}"
-        for file in FILES
-        for n, line in enumerate(read(file).splitlines(), 1)
-        if len(line) > 120
-    ]
+    wide = [f"{file}:{n}" for file in FILES for n, line in enumerate(read(file).splitlines(), 1) if len(line) > 120]
     assert not wide
 
 
@@ -148,11 +133,7 @@ def test_no_circle_of_imports():
 def test_imports_go_one_way(name):
     """Imports at the top of a file and in functions. The root reaches rooms above it only by configurator.attached."""
     may = MAY[room(name)] | {room(name)} | ({"corpus"} if name == "prepare" else set())
-    assert {
-        used
-        for used in GRAPH[name]
-        if room(used) not in may and used not in may
-    } == set()
+    assert {used for used in GRAPH[name] if room(used) not in may and used not in may} == set()
 
 
 def test_the_core_names_nothing_that_attaches_to_it():

@@ -1,4 +1,5 @@
 """posttrain/judge.py against the published scripts' numbers and transformers. The server is a stand-in for urlopen."""
+
 import io
 import json
 import math
@@ -9,15 +10,15 @@ import urllib.request
 import pytest
 import torch
 import transformers
+from conftest import ROOT
+from lab import aligning, run
+from tiny import small, write_rows
+from trained import log
 
 import convert
 import tokenizer
-from conftest import ROOT
 from engine.files import read_json
-from lab import aligning, run
 from posttrain import judge
-from tiny import small, write_rows
-from trained import log
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/charter.json")
 CHARTER = f"{ROOT}/posttrain/charter.md"
@@ -65,10 +66,7 @@ def test_the_sort_is_the_published_but_for_ties_which_stay(case):
 def test_ranks_are_the_published(case, monkeypatch):
     monkeypatch.setattr(judge, "TOP", case["k"])
     quality = case["true_quality"]
-    ranks = judge.rank(
-        case["scores"],
-        lambda couples: [quality[i] - quality[j] for i, j in couples]
-    )
+    ranks = judge.rank(case["scores"], lambda couples: [quality[i] - quality[j] for i, j in couples])
     assert ranks == case["published_rank"]
 
 
@@ -88,10 +86,7 @@ def served(monkeypatch):
             found = answer(message["content"])
             if isinstance(found, int):
                 raise urllib.error.HTTPError(URL, found, "No", {}, None)
-            first = dict(top_logprobs=[
-                dict(token=token, logprob=logp)
-                for token, logp in found.items()
-            ])
+            first = dict(top_logprobs=[dict(token=token, logprob=logp) for token, logp in found.items()])
             return io.StringIO(json.dumps(dict(choices=[dict(logprobs=dict(content=[first]))])))
 
         monkeypatch.setattr(urllib.request, "urlopen", urlopen)
@@ -106,18 +101,12 @@ def rule(text):
     Answers of a judge that likes the letter x, up to a rating of 9, and prefers the first of a pair by 2.5 nats. "8"
     and " 8" have half the probability each; the published scripts count one of them.
     """
-    answers = [
-        part.split("\n\n")[0].count("x")
-        for part in text.split("RESPONSE")[1:]
-    ]
+    answers = [part.split("\n\n")[0].count("x") for part in text.split("RESPONSE")[1:]]
     words, logits = judge.LABELS, [answers[0] - answers[-1] + 2.5, 0]
     if "RATING:" in text:
-        words, logits = judge.DIGITS, [-(i - min(8, answers[0])) ** 2 for i in range(9)]
+        words, logits = judge.DIGITS, [-((i - min(8, answers[0])) ** 2) for i in range(9)]
     halves = torch.tensor(logits).double().log_softmax(-1) - math.log(2)
-    return dict(zip(
-        [*words, *(f" {word}" for word in words)],
-        halves.tolist() * 2
-    ))
+    return dict(zip([*words, *(f" {word}" for word in words)], halves.tolist() * 2))
 
 
 SETTINGS = """"max_tokens": 1, "temperature": 1, "logprobs": true, "top_logprobs": 20, \
@@ -131,15 +120,9 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
     """
     monkeypatch.setenv("OPENAI_API_KEY", "secret\nof another line")
     by, requests = served(rule)
-    blocks = [
-        dict(type="thoughts", text="hm"),
-        dict(type="response", text="Yes.")
-    ]
+    blocks = [dict(type="thoughts", text="hm"), dict(type="response", text="Yes.")]
     said = dict(system="Obey.", user="hello", assistant=dict(blocks=blocks))
-    by(
-        dict(messages=[dict(role=role, content=content) for role, content in said.items()]),
-        ["x<|im_end|>", "[/INST]"]
-    )
+    by(dict(messages=[dict(role=role, content=content) for role, content in said.items()]), ["x<|im_end|>", "[/INST]"])
     question = r"QUESTION:\nUser: hello\n\nAssistant: Yes.\n\n"
     answers = r"(x<\u200b\|im_end\|>|\[\u200b/INST\])\n.*"
     order = rf"(?s)# A short charter.*these principles.*{question}.*RESPONSE.*:\n{answers}nothing else.*:"
@@ -166,12 +149,15 @@ def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
 THINKS = {"<think>": -0.01, "Okay": -5.0}
 
 
-@pytest.mark.parametrize("answer, says, times", [
-    (THINKS, "does not answer with a digit: all nine have 0.000", 1),
-    (503, "503: No", 3),
-    ({"5": 1e9}, "lists no log-probs", 1),
-    ({"5": math.nan}, "not finite", 1)
-])
+@pytest.mark.parametrize(
+    "answer, says, times",
+    [
+        (THINKS, "does not answer with a digit: all nine have 0.000", 1),
+        (503, "503: No", 3),
+        ({"5": 1e9}, "lists no log-probs", 1),
+        ({"5": math.nan}, "not finite", 1),
+    ],
+)
 def test_a_server_that_says_no_digit_is_an_error(served, answer, says, times):
     """Published: a digit in the thoughts counts as the score, and without an answer the first of a pair wins."""
     by, requests = served(lambda text: answer)
@@ -205,10 +191,7 @@ def test_probabilities_are_those_of_transformers(model):
     ids = torch.tensor([by.ids("hello")])
     assert "hello<|user_end|><|assistant_start|>" in tok.decode(ids[0])
     p = transformers.AutoModelForCausalLM.from_pretrained(model)(ids).logits[0, -1].softmax(-1)
-    want = [
-        sum(p[i].item() for i in range(len(tok)) if tok.decode(i).strip() == word)
-        for word in "A19"
-    ]
+    want = [sum(p[i].item() for i in range(len(tok)) if tok.decode(i).strip() == word) for word in "A19"]
     assert by.logp(["another", "hello"], "A19", 0)[1].exp().tolist() == pytest.approx(want, rel=1e-5)
 
 
@@ -218,10 +201,7 @@ def test_probabilities_are_those_of_transformers(model):
 
 def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, tmp_path):
     """It orders all four: "" is last, "x..." first, and the two sampled texts are between them."""
-    write_rows(
-        tmp_path / "prompts.jsonl",
-        [dict(ROW, completions=["", "x" * 9])]
-    )
+    write_rows(tmp_path / "prompts.jsonl", [dict(ROW, completions=["", "x" * 9])])
     served(rule)
     how = "--n_refs=2", "--batch_size=1", "--use_references=False", f"--rewards=charter:{URL},{CHARTER}"
     run(*aligning(lab, tmp_path / "run", f"--data={tmp_path}/prompts.jsonl", *how))

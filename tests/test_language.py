@@ -1,24 +1,21 @@
 """Language identification against py3langid's own labels and Article 1 of the Universal Declaration of Human Rights."""
+
 from types import SimpleNamespace
 
 import pytest
-
 from conftest import table
+
 from corpus import language
 from corpus.language import FINEWEB, detect
 
 ARTICLE = {
-    "eng_Latn":
-        "All human beings are born free and equal in dignity and rights. They are endowed with "
-        "reason and conscience and should act towards one another in a spirit of brotherhood.",
-    "deu_Latn":
-        "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt "
-        "und sollen einander im Geiste der Brüderlichkeit begegnen.",
-    "fra_Latn":
-        "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de "
-        "conscience et doivent agir les uns envers les autres dans un esprit de fraternité.",
-    "rus_Cyrl":
-        "Все люди рождаются свободными и равными в своем достоинстве и правах."
+    "eng_Latn": "All human beings are born free and equal in dignity and rights. They are endowed with "
+    "reason and conscience and should act towards one another in a spirit of brotherhood.",
+    "deu_Latn": "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt "
+    "und sollen einander im Geiste der Brüderlichkeit begegnen.",
+    "fra_Latn": "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de "
+    "conscience et doivent agir les uns envers les autres dans un esprit de fraternité.",
+    "rus_Cyrl": "Все люди рождаются свободными и равными в своем достоинстве и правах.",
 }
 
 

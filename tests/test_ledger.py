@@ -3,20 +3,21 @@ The ledger of a data folder: corpus.audit checks and searches it, data.py joins 
 
 golden/reports: small corpora, and their reports, which commit 58a600a wrote first.
 """
+
 import json
 import os
 import shutil
 
 import numpy as np
 import pytest
-
 from conftest import ROOT, table
 from corpora import fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
+from lab import run
+from test_checkpoint import full
+
 from corpus import withdraw
 from corpus.ledger import FILE, changed, markdown, write_ledger
 from data import TokenDataset
-from lab import run
-from test_checkpoint import full
 
 # Shards are shorter than a document; the vocabulary is bytes, in a file; no robots.txt names the hosts.
 FLAGS = f"""--source_by=lang --shard_tokens=250 --val_share=0.2 --tokenizer= --train_bpe=320 --agents_no_star
@@ -47,19 +48,16 @@ def ask(folder, *args):
 
 ARGUMENTS = dict(
     a="DIR/in --keep_licenses=cc0,mit --robots=DIR/a.robots.jsonl --probes=DIR/probes --repetitions=(0,3) "
-      "--min_chars=200 --val_share=0.2",
+    "--min_chars=200 --val_share=0.2",
     b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --missing=deny --pii=False",
-    c="DIR/b.jsonl --pii_in_code"
+    c="DIR/b.jsonl --pii_in_code",
 )
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Data folders: a has every part of a report, b unknown hosts, c no robots.txt; d joins all three."""
-    root = shutil.copytree(
-        f"{ROOT}/tests/golden/reports",
-        tmp_path_factory.mktemp("reports") / "reports"
-    )
+    root = shutil.copytree(f"{ROOT}/tests/golden/reports", tmp_path_factory.mktemp("reports") / "reports")
     for name, args in ARGUMENTS.items():
         fill(root / name, "--tokenizer=apertus:4096", *args.replace("DIR", str(root)).split())
     run("data.py", *(root / name for name in "abc"), f"--join={root}/d")
@@ -113,8 +111,10 @@ def test_the_check_sees_what_is_not_as_it_was_written(data, name, old, new, says
     refuse(says, f"--remove={ROOT}/LICENSE", f"--out={data}")
 
 
-@pytest.mark.parametrize("column, value, says", [
-    ("offset", 7, "do not begin where"), ("shard", None, "do not begin where"), ("tokens", 7, "hold other documents")])
+@pytest.mark.parametrize(
+    "column, value, says",
+    [("offset", 7, "do not begin where"), ("shard", None, "do not begin where"), ("tokens", 7, "hold other documents")],
+)
 def test_the_check_counts_the_documents_in_the_shards(data, monkeypatch, column, value, says):
     """One row of the ledger is wrong, although its hash is the one in the report."""
     monkeypatch.setattr("corpus.ledger.sha256", lambda path: report(data)["outputs"]["ledger"])
@@ -128,12 +128,7 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
     row = next(row for row in kept(data) if row["id"] == "in.jsonl:d7")
     letter = tmp_path / "letter.txt"
     letter.write_text(text(7).replace(" ", "\n"))
-    for how, name in (
-        ("id", row["id"]),
-        ("URL", row["url"]),
-        ("text", text(7)),
-        ("text", letter)
-    ):
+    for how, name in (("id", row["id"]), ("URL", row["url"]), ("text", text(7)), ("text", letter)):
         said = ask(data, f"--find={name}")
         assert said.startswith(f"in.jsonl:d7 is in {data}, by this {how}: {row['tokens']} tokens of source roh_Latn, ")
         assert said.endswith(f"from token {row['offset']:,} of {row['shard']}, {row['url']}, mit, roh_Latn\n")
@@ -145,15 +140,8 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path)
     """10 steps of 8 windows of 257 tokens, which the test finds in the stream. The run lacks its last validation."""
     killed = shutil.copytree(lab / "pretrained", tmp_path / "run")
     (killed / "log.jsonl").write_text((lab / "pretrained" / "log.jsonl").read_text().rpartition("{")[0])
-    idx, targets, *_ = TokenDataset(
-        str(lab / "data"),
-        "train",
-        256
-    ).batch(0, 80)
-    windows = np.concatenate(
-        [idx.numpy(), targets.numpy()[:, -1:]],
-        1
-    ).astype(np.uint16)
+    idx, targets, *_ = TokenDataset(str(lab / "data"), "train", 256).batch(0, 80)
+    windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1).astype(np.uint16)
     whole = streams(lab / "data")["data", "train"].tobytes()
     places = np.array([whole.find(window.tobytes()) // 2 for window in windows])
     for row in kept(lab / "data"):
@@ -182,7 +170,7 @@ ASKED = {
 {"domain": "host5.example", "robots": "User-agent: GPTBot\nDisallow: /page"}
 {"domain": "host6.example", "robots": "User-agent: *\nDisallow: /page"}
 """,
-    "robots/host6.example.txt": "User-agent: GPTBot\nDisallow: /page/6"
+    "robots/host6.example.txt": "User-agent: GPTBot\nDisallow: /page/6",
 }
 
 
@@ -192,16 +180,8 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     put(tmp_path, ASKED)
     for name, n in (("list.jsonl", 12), ("new.jsonl", 8), ("robots", 1)):
         assert f": {n} document" in run("prepare.py", f"--remove={tmp_path}/{name}", f"--out={data}/").stdout
-    gone = [
-        row
-        for i, row in enumerate(every)
-        if i in (2, 6, 30, 58) or i % 7 in (3, 5)
-    ]
-    fill(
-        tmp_path / "fresh",
-        write_lines(tmp_path / "in.jsonl", [row for row in every if row not in gone]),
-        *FLAGS
-    )
+    gone = [row for i, row in enumerate(every) if i in (2, 6, 30, 58) or i % 7 in (3, 5)]
+    fill(tmp_path / "fresh", write_lines(tmp_path / "in.jsonl", [row for row in every if row not in gone]), *FLAGS)
     assert texts_of(data) == texts_of(tmp_path / "fresh")
     assert "60 documents in = 39 kept + 21 removed" in ask(data)
     assert (data / "probes.json").exists()
@@ -220,7 +200,7 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
         tmp_path / "back",
         data,
         f"--join={tmp_path}/both",
-        name="data.py"
+        name="data.py",
     )
     run("data.py", data, tmp_path / "more", f"--join={tmp_path}/both")
 
@@ -253,7 +233,7 @@ def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(dat
         refuse(
             f"list: 'in.jsonl:d99' (and 1 more) is not among the kept documents of {data}. {after}",
             f"--remove={tmp_path}/list",
-            f"--out={data}"
+            f"--out={data}",
         )
         assert "60 documents in = 49 kept + 11 removed" in ask(data)
     said = ask(data, f"--find={text(1)}")
@@ -283,10 +263,7 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
     put(tmp_path, {"both.tmp/.prepare.lock": "", "both.tmp/data/shard": ""})
     run("data.py", a, b, f"--join={both}")
     assert sorted(os.listdir(both)) == "documents.parquet meta.json report.json report.md tokenizer.json".split()
-    assert texts_of(both) == {
-        split: some + texts_of(b)[split]
-        for split, some in texts_of(a).items()
-    }
+    assert texts_of(both) == {split: some + texts_of(b)[split] for split, some in texts_of(a).items()}
     assert "of source b/" in ask(both, "--find=b.jsonl:d77")
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
     # A join may replace a joined folder, but no other folder.

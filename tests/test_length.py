@@ -1,4 +1,5 @@
 """studies/length.py: registers, questions and their scores. test_results.py tests its runs and its page."""
+
 import random
 
 from studies import length
@@ -31,6 +32,7 @@ def test_a_reader_of_the_text_looks_up_all_colours_at_each_distance(monkeypatch)
         [ids] = prompts
         back.append(len(ids) - 1 - len(" kova"))
         return [ids + tok.encode(f" {looked_up(tok.decode(ids[1:]))}")[:new]]
+
     monkeypatch.setattr(length, "generate", generate)
     rows = [*length.lookup_scores(None, tok, 256, 9)]
     assert [(row["distance"], row["right"]) for row in rows] == [(32, 9), (64, 9), (128, 9), (240, 9)]

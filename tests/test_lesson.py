@@ -1,4 +1,5 @@
 """tests/lesson.py: --check passes the project's file, fails the empty one, and names a planted mistake."""
+
 import multiprocessing
 import os
 import subprocess
@@ -8,9 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer  # noqa: F401  import it once, not in each fork
-
 from conftest import ROOT, script
+from transformers import AutoTokenizer  # noqa: F401  import it once, not in each fork
 
 LESSONS = tomllib.loads(Path(ROOT, "tools", "lessons.toml").read_text())
 KEPT = {}
@@ -25,17 +25,10 @@ def judged(command, env, **_):
     key = file.read_text(), *command
     if key not in KEPT:
         log = folder / "log"
-        process = multiprocessing.get_context("fork").Process(
-            target=child,
-            args=(command, env, log)
-        )
+        process = multiprocessing.get_context("fork").Process(target=child, args=(command, env, log))
         process.start()
         process.join()
-        KEPT[key] = SimpleNamespace(
-            returncode=process.exitcode,
-            stdout=log.read_text(),
-            stderr=""
-        )
+        KEPT[key] = SimpleNamespace(returncode=process.exitcode, stdout=log.read_text(), stderr="")
     return KEPT[key]
 
 
@@ -71,11 +64,8 @@ def test_a_judge_passes_our_file_fails_the_empty_one_and_names_each_mistake(less
         mine.write_text(text)
         done = lesson(name, "--check")
         assert done.returncode == any(word in done.stdout for word in (" failed", " error"))
-        return not done.returncode, [
-            row["says"]
-            for row in row["mistakes"]
-            if row["says"] in done.stdout
-        ]
+        return not done.returncode, [row["says"] for row in row["mistakes"] if row["says"] in done.stdout]
+
     empty = mine.read_text()
     assert all(f"raise NotImplementedError('write {path}')\n" in empty for path in row["write"])
     assert check(empty) == (False, [])

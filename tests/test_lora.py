@@ -3,25 +3,25 @@ posttrain/lora.py against PEFT: golden values that peft computed, and peft itsel
 
 tests/golden/lora: a tiny ApertusForCausalLM and three adapters, made by peft 0.21.2 and transformers 5.23.0.
 """
-import json
+
 import shutil
 
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-
-import convert
 from conftest import same
 from lab import run, tuning
-from posttrain import lora
+from safetensors.torch import load_file, save_file
 from test_sft import losses
 from tiny import GOLDEN, small, tensors
 
+import convert
+from posttrain import lora
+
 FOLDER = f"{GOLDEN}/lora"
 VALUES = tensors("lora", "io.npz")
-IDX = VALUES["idx"]             # (2, 24)
+IDX = VALUES["idx"]  # (2, 24)
 
 
 def base():
@@ -34,12 +34,7 @@ def logits(model):
 
 
 def close(ours, theirs, atol=1e-5):
-    torch.testing.assert_close(
-        ours.detach().to(theirs.dtype),
-        theirs,
-        rtol=0,
-        atol=atol
-    )
+    torch.testing.assert_close(ours.detach().to(theirs.dtype), theirs, rtol=0, atol=atol)
 
 
 def published(folder):
@@ -61,10 +56,7 @@ def test_logits_loss_gradients_and_merged_matrices_are_pefts(case):
         for part in ("lora_A", "lora_B")
     ]
     assert norms == pytest.approx(VALUES[f"{case}_grad_norm"].tolist(), rel=1e-6)
-    assert all(
-        (p.grad is not None) == (".lora_" in name)
-        for name, p in model.named_parameters()
-    )
+    assert all((p.grad is not None) == (".lora_" in name) for name, p in model.named_parameters())
     with lora.off():
         assert logits(model).equal(logits(base()))
     close(logits(model), VALUES[case])
@@ -79,17 +71,11 @@ def test_a_new_adapter_is_the_base_exactly_and_starts_like_pefts_by_seed_and_nam
     for on, seed in (lora.MATRICES, 1), (["v_proj", "o_proj"], 1), (lora.MATRICES, 2):
         model = lora.adapt(base(), dict(r=4, lora_alpha=8, target_modules=on), seed)
         assert logits(model).equal(logits(base()))
-        drawn.append({
-            name: layer.lora_A.weight
-            for name, layer in lora.adapted(model).items()
-        })
+        drawn.append({name: layer.lora_A.weight for name, layer in lora.adapted(model).items()})
     six, two, other = drawn
     assert (len(six), len(two)) == (12, 4) and same(two, six)
     assert len({A[0, 0].item() for A in [*six.values(), *other.values()]}) == 24
-    numbers = torch.cat([
-        A.flatten() * A.shape[1] ** 0.5
-        for A in six.values()
-    ])
+    numbers = torch.cat([A.flatten() * A.shape[1] ** 0.5 for A in six.values()])
     assert numbers.abs().max() <= 1
     assert numbers.std().item() == pytest.approx(3**-0.5, rel=0.03)
 
@@ -102,7 +88,7 @@ def test_an_adapter_of_peft_on_some_matrices_of_one_layer_has_its_logits(tmp_pat
         init_lora_weights=False,
         target_modules=["v_proj", "up_proj"],
         layers_to_transform=[1],
-        layers_pattern="layers"
+        layers_pattern="layers",
     )
     theirs = peft.get_peft_model(published(f"{FOLDER}/base"), config)
     theirs.save_pretrained(tmp_path)
@@ -119,8 +105,8 @@ NAME = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
     "changed, says",
     [
         ({NAME: torch.ones(4, 160)}, "has shape .4, 160. there and .8, 160. in"),
-        ({NAME: None}, f"{NAME} has shape None")
-    ]
+        ({NAME: None}, f"{NAME} has shape None"),
+    ],
 )
 def test_the_adapter_of_another_model_is_an_error_that_names_the_tensor(tmp_path, changed, says):
     """refusals.txt has the settings that would change a logit."""

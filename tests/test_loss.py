@@ -1,14 +1,14 @@
 """loss.py against F.cross_entropy of all logits at once, in fp64."""
+
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import table
 from torch.testing import assert_close
 
 import loss
 from configurator import literal
-from conftest import table
 from loss import ChunkedCrossEntropy, chunk_loss, chunk_rows
-
 
 # Rows of a chunk, of 50 in all; the frozen tensors.
 CHUNKS = """
@@ -26,16 +26,13 @@ def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, ro
     rows = int(rows)
     h, head, weights = torch.randn(50, 8).double(), torch.randn(11, 8).double(), torch.rand(50).double()
     targets = torch.arange(50) % 11
-    trained = [
-        p.requires_grad_()
-        for name, p in (("h", h), ("head", head))
-        if name not in frozen.split()
-    ]
+    trained = [p.requires_grad_() for name, p in (("h", h), ("head", head)) if name not in frozen.split()]
     seen = []
 
     def noted(part, *rest):
         seen.append((len(part), rest[-1]))
         return chunk_loss(part, *rest)
+
     monkeypatch.setattr(loss, "chunk_rows", lambda *_: rows)
     found, nll = ChunkedCrossEntropy.apply(h, head, targets, weights, noted)
     assert max(seen) == (min(rows, 50), bool(trained))
@@ -56,7 +53,7 @@ def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
     found = chunk_loss(torch.eye(3), z.T, targets, weights, True)
     exact = z.double().requires_grad_()
     want = F.cross_entropy(exact, targets, reduction="none")
-    gradient, = torch.autograd.grad(want @ weights.double(), exact)
+    (gradient,) = torch.autograd.grad(want @ weights.double(), exact)
     assert_close([x.double() for x in found], [want.detach(), gradient], rtol=1e-6, atol=1e-8)
 
 
@@ -70,20 +67,11 @@ def test_in_bf16_losses_and_the_heads_gradient_are_added_up_in_fp32(monkeypatch,
     h = torch.ones(4104, 4).bfloat16()
     head = torch.zeros(8, 4, dtype=dtype, requires_grad=True)
     labels = torch.arange(4104) % 8
-    total, nll = ChunkedCrossEntropy.apply(
-        h,
-        head,
-        labels * (labels < 4),
-        torch.ones(4104),
-        chunk_loss
-    )
+    total, nll = ChunkedCrossEntropy.apply(h, head, labels * (labels < 4), torch.ones(4104), chunk_loss)
     assert_close(nll, torch.full((4104,), 8.0).log())
     total.backward()
     want = 513 - 513 * torch.tensor([5.0, 1, 1, 1, 0, 0, 0, 0])
-    assert torch.equal(
-        head.grad,
-        want[:, None].expand(8, 4).to(dtype)
-    )
+    assert torch.equal(head.grad, want[:, None].expand(8, 4).to(dtype))
 
 
 # Logits in fp32: 0.5 GB in the first row, 268 MB in the next two, then 16 MB twice, 268 MB and 0.5 GB.

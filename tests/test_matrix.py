@@ -3,17 +3,18 @@ A run that is killed, or resumed by another number of ranks, ends like the undis
 process resumes bit-exact. Ranks add in another order, so their losses are only close; with train.py --exact all weights
 are bit-exact on any number of ranks too.
 """
+
 import itertools
 import json
 import random
 import signal
 
 import pytest
-
-from engine import memory, parallel
 from conftest import same, script, table, weights
 from lab import ADAPTERS, aligning, pretraining, tuning
 from trained import equal, killed_after, log, steps
+
+from engine import memory, parallel
 
 TRAIN = "--checkpoint_every=2 --keep_checkpoints=0"
 LORA = " ".join(ADAPTERS)
@@ -40,12 +41,7 @@ def run(lab, launch):
 
     def run(kind, out, *args, parallel=""):
         more = KINDS[kind][0].replace("LAB", str(lab)).split()
-        name, *line = COMMANDS.get(kind, pretraining)(
-            lab,
-            out,
-            *more,
-            *args,
-            "--resume")
+        name, *line = COMMANDS.get(kind, pretraining)(lab, out, *more, *args, "--resume")
         if not parallel:
             done = script(name, *line)
             assert done.returncode == 0, done.stderr
@@ -60,10 +56,7 @@ def run(lab, launch):
 @pytest.fixture(scope="module")
 def whole(lab, run, tmp_path_factory):
     """whole(kind, *args): the folder of the undisturbed run."""
-    made = {
-        (kind,): lab / kind
-        for kind in ("sft", "adapted", "qrpo")
-    }
+    made = {(kind,): lab / kind for kind in ("sft", "adapted", "qrpo")}
 
     def whole(kind, *args):
         if (kind, *args) not in made:
@@ -130,11 +123,7 @@ def test_two_ranks_have_the_losses_of_one(whole, run, tmp_path, kind):
 def test_from_one_rank_to_two_and_back(whole, run, tmp_path, kind):
     flag, *exact = KINDS[kind][2].split()
     want = whole(kind, *exact)
-    two = run(
-        kind,
-        killed(want, tmp_path / "two", [0]),
-        *exact,
-        parallel=flag)
+    two = run(kind, killed(want, tmp_path / "two", [0]), *exact, parallel=flag)
     one = run(kind, killed(two, tmp_path / "one", [1, -2]), *exact)
     assert losses(one) == (losses(want) if exact else pytest.approx(losses(want), rel=2e-5, abs=2e-5))
     assert not exact or same(weights(want), weights(one))

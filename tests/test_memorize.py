@@ -1,4 +1,5 @@
 """memorize.py: Rouge-L against Google's, continuations against generate(), and a small study from data to rows."""
+
 import json
 import os
 import random
@@ -6,22 +7,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
+from conftest import script
+from lab import run
 
 import convert
-import tiny
-from conftest import script
 from engine.files import read_json, sha256_of
 from engine.runs import settings_of
 from generate import generate
-from lab import run
 from studies import kit, memorize
 
 
 def test_rouge_l_is_googles():
     """rouge_score reads ids as words. Few different ids give long common subsequences."""
-    from rouge_score.rouge_scorer import RougeScorer       # here: it imports scikit-learn and pandas
+    from rouge_score.rouge_scorer import RougeScorer  # here: it imports scikit-learn and pandas
 
     rng = random.Random(0)
     scorer = RougeScorer(["rougeL"])
@@ -74,7 +75,7 @@ def study(tmp_path_factory):
         jobs=1,
         TRAIN=f"{memorize.TRAIN} {shape}",
         BUCKETS=[0, 1, 16, "edited"],
-        PASSAGE=100
+        PASSAGE=100,
     )
     begun = []
 
@@ -122,7 +123,7 @@ def test_a_stopped_study_trains_what_is_missing_and_its_rows_are_those_of_the_ch
         total_samples=80,
         warmup_samples=8,
         decay_samples=24,
-        resume=True
+        resume=True,
     )
     assert wanted.items() <= settings.items()
     ids = json.loads(open(f"{settings['data']}/probes.json").read())[2]["ids"]

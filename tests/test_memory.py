@@ -2,25 +2,21 @@
 engine/memory.py against the report's 8B, and against the memory that whole steps took of torch's allocator and of a
 stand-in for CUDA; and the lines that a run prints.
 """
+
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import table
 
 from configurator import literal
-from conftest import table
 from engine import memory
 from model import Apertus, ApertusConfig
 
 SETTINGS = dict(
-    optimizer="ademamix",
-    state_dtype="float32",
-    recompute="none",
-    parallel="none",
-    hsdp_shard=0,
-    micro_batch=1
+    optimizer="ademamix", state_dtype="float32", recompute="none", parallel="none", hsdp_shard=0, micro_batch=1
 )
-N = 8_053_338_176                                      # parameters of the 8B, of which 131,072 x 4,096 are the head
+N = 8_053_338_176  # parameters of the 8B, of which 131,072 x 4,096 are the head
 HEAD = 131_072 * 4_096
 
 
@@ -33,6 +29,7 @@ def eight():
 @pytest.fixture
 def asked(monkeypatch, capsys, eight):
     """asked(MiB of the GPU, rows, ranks, settings): the line, or the error, of a run with a step of the 8B in bf16."""
+
     def ask(
         mib,
         rows,
@@ -46,7 +43,7 @@ def asked(monkeypatch, capsys, eight):
         mode="fsdp",
         exact=False,
         again=False,
-        **settings
+        **settings,
     ):
         monkeypatch.setattr("sys.argv", ["train.py", "configs/8b.py"])
         monkeypatch.setattr(memory, "memory_of", lambda device: mib * 2**20 or None)
@@ -57,14 +54,16 @@ def asked(monkeypatch, capsys, eight):
             val=SimpleNamespace(T=T),
             device=device,
             ranks=SimpleNamespace(
-                shard=shard or size, size=size, first=first, groups=groups or size, mode=mode, exact=exact),
-            dtype=torch.bfloat16
+                shard=shard or size, size=size, first=first, groups=groups or size, mode=mode, exact=exact
+            ),
+            dtype=torch.bfloat16,
         )
         try:
             memory.check_run(run, lambda run: eight, again)
         except ValueError as error:
             return f"error: {error}"
         return capsys.readouterr().out.strip()
+
     return ask
 
 
@@ -93,10 +92,10 @@ def test_activations_and_the_larger_of_head_and_block(eight):
     assert takes(eight, shards=8, exact=True)["gradients"] == 8.5 * N
 
 
-@pytest.mark.parametrize("rows, allocated, device, shards, how", [
-    (1, 128.7, 129.95, 1, dict(state_dtype="bfloat16", recompute="selective")),
-    (2, 59.98, 69.67, 8, {})
-])
+@pytest.mark.parametrize(
+    "rows, allocated, device, shards, how",
+    [(1, 128.7, 129.95, 1, dict(state_dtype="bfloat16", recompute="selective")), (2, 59.98, 69.67, 8, {})],
+)
 def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, shards, how):
     """
     GiB at the peak, compiled against a stand-in for CUDA. torch's allocator (without `beyond`) took at most 6 % more

@@ -2,6 +2,7 @@
 model.py against transformers: values that 5.23 stored in tests/golden, and fresh models of Apertus and Llama. Where
 transformers has no counterpart: closed forms and published numbers.
 """
+
 import hashlib
 import json
 from dataclasses import replace
@@ -10,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tiny import GOLDEN, golden, ids, small, tensors
 from torch.testing import assert_close
 
 import convert
 from engine.files import read_json, read_text
 from loss import chunk_loss
 from model import XIELU, Apertus, ApertusConfig
-from tiny import GOLDEN, golden, ids, small, tensors
 
 
 def moved(**changes):
@@ -30,10 +31,7 @@ def moved(**changes):
 
 def shape(model, **rope):
     """The arguments of transformers' config for our model's shape. rope: its RoPE parameters."""
-    named = {
-        theirs: getattr(model.config, ours)
-        for ours, theirs in convert.HF_NAMES.items()
-    }
+    named = {theirs: getattr(model.config, ours) for ours, theirs in convert.HF_NAMES.items()}
     return named | dict(pad_token_id=None, rope_parameters=rope)
 
 
@@ -44,109 +42,68 @@ def shape(model, **rope):
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
 def test_logits_loss_and_gradients_are_the_published_ones(name):
     model, io = golden(name)
-    assert_close(
-        model(io["idx"])[0],
-        io["logits"],
-        rtol=1e-5,
-        atol=2e-6
-    )
+    assert_close(model(io["idx"])[0], io["logits"], rtol=1e-5, atol=2e-6)
     loss = model(io["idx"], io["targets"])[1]
-    assert_close(
-        loss.double(),
-        io["loss"],
-        rtol=1e-6,
-        atol=0
-    )
+    assert_close(loss.double(), io["loss"], rtol=1e-6, atol=0)
     loss.backward()
     # transformers gives the padding id no gradient; here id 3 is a token.
     model.model.embed_tokens.weight.grad[3] = 0
     norms = read_json(f"{GOLDEN}/{name}/grad_norms.json")
-    assert {
-        key: model.get_parameter(key).grad.norm()
-        for key in norms
-    } == pytest.approx(norms, rel=1e-3)
+    assert {key: model.get_parameter(key).grad.norm() for key in norms} == pytest.approx(norms, rel=1e-3)
 
 
-@pytest.mark.parametrize("H, K, D, layers, tied, begins", [
-    (5, 1, 16, 2, False, (0, 0)),                          # an odd number of heads, multi-query
-    (3, 3, 8, 1, True, (7, 100)),                          # multi-head; each row begins at another position
-    (4, 2, 32, 1, False, (33_000, 9_000))                 # positions past 8,192 and past 32,768
-])
+@pytest.mark.parametrize(
+    "H, K, D, layers, tied, begins",
+    [
+        (5, 1, 16, 2, False, (0, 0)),  # an odd number of heads, multi-query
+        (3, 3, 8, 1, True, (7, 100)),  # multi-head; each row begins at another position
+        (4, 2, 32, 1, False, (33_000, 9_000)),  # positions past 8,192 and past 32,768
+    ],
+)
 def test_logits_and_all_gradients_are_those_of_a_fresh_transformers_model(H, K, D, layers, tied, begins):
-    ours = moved(
-        n_layer=layers,
-        n_head=H,
-        n_kv_head=K,
-        n_embd=H * D,
+    ours = moved(n_layer=layers, n_head=H, n_kv_head=K, n_embd=H * D, rope_theta=12e6, tie_embeddings=tied)
+    config = shape(
+        ours,
+        rope_type="llama3",
         rope_theta=12e6,
-        tie_embeddings=tied
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
     )
-    config = shape(ours, rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192,
-                   low_freq_factor=1.0, high_freq_factor=4.0)
     theirs = transformers.ApertusForCausalLM(transformers.ApertusConfig(**config)).eval()
-    theirs.load_state_dict(ours.state_dict(), strict=False)          # xIELU's constants are buffers there
+    theirs.load_state_dict(ours.state_dict(), strict=False)  # xIELU's constants are buffers there
     idx = ids(2, 13)
     positions = torch.tensor(begins)[:, None] + torch.arange(13)
     wanted = theirs(idx, position_ids=positions, labels=idx)
-    assert_close(
-        ours(idx, positions=positions)[0],
-        wanted.logits,
-        rtol=1e-5,
-        atol=2e-5
-    )
-    loss = ours(
-        idx[:, :-1],
-        idx[:, 1:],
-        positions=positions[:, :-1]
-    )[1]
+    assert_close(ours(idx, positions=positions)[0], wanted.logits, rtol=1e-5, atol=2e-5)
+    loss = ours(idx[:, :-1], idx[:, 1:], positions=positions[:, :-1])[1]
     loss.backward()
     wanted.loss.backward()
     assert_close(loss, wanted.loss)
     for name, p in ours.named_parameters():
-        assert_close(
-            p.grad,
-            theirs.get_parameter(name).grad,
-            rtol=1e-3,
-            atol=1e-5,
-            msg=name
-        )
+        assert_close(p.grad, theirs.get_parameter(name).grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_without_its_three_differences_it_is_transformers_llama():
     """SwiGLU, no QK-norm, plain RoPE; norms have other names. 56 is 2/3 of 80, rounded to a multiple of 8."""
     ours = moved(activation="swiglu", qk_norm=False, rope_scaling=0.0)
-    config = shape(
-        ours,
-        rope_type="default",
-        rope_theta=5e5
-    ) | dict(intermediate_size=56, rms_norm_eps=1e-5)
+    config = shape(ours, rope_type="default", rope_theta=5e5) | dict(intermediate_size=56, rms_norm_eps=1e-5)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
     for name, p in ours.state_dict().items():
         name = name.replace("attention_layernorm", "input_layernorm")
         theirs.get_parameter(name.replace("feedforward_layernorm", "post_attention_layernorm")).data.copy_(p)
-    assert_close(
-        ours(ids(2, 20))[0],
-        theirs(ids(2, 20)).logits,
-        rtol=1e-5,
-        atol=1e-5
-    )
+    assert_close(ours(ids(2, 20))[0], theirs(ids(2, 20)).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("i", range(3))
 def test_xielu_values_and_gradients_are_transformers(i):
-    stored = {
-        key[:-2]: value
-        for key, value in tensors("xielu.npz").items()
-        if key.endswith(f"_{i}")
-    }
+    stored = {key[:-2]: value for key, value in tensors("xielu.npz").items() if key.endswith(f"_{i}")}
     act = XIELU().double()
     act.alpha_p.data, act.alpha_n.data = stored["alpha_p"], stored["alpha_n"]
     x = stored["x"].requires_grad_()
     y = act(x)
-    gradients = torch.autograd.grad(
-        (y * stored["w"]).sum(),
-        (x, act.alpha_p, act.alpha_n)
-    )
+    gradients = torch.autograd.grad((y * stored["w"]).sum(), (x, act.alpha_p, act.alpha_n))
     wanted = [stored[key] for key in ("y", "dx", "dalpha_p", "dalpha_n")]
     assert_close([y, *gradients], wanted, rtol=1e-12, atol=1e-12)
 
@@ -156,37 +113,19 @@ def test_xielu_in_bf16_is_exact_for_large_inputs_and_keeps_its_input_alone():
     act = small().model.layers[0].mlp.act_fn
     kept = {}
     x = torch.linspace(-1e4, 1e4, 2001).bfloat16().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.setdefault(t.data_ptr(), t),
-        lambda t: t
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
         y = act(x)
     assert sum(t.nbytes for t in kept.values()) <= x.nbytes + 8
-    gradients = torch.autograd.grad(
-        y.float().sum(),
-        [x, *act.parameters()]
-    )
+    gradients = torch.autograd.grad(y.float().sum(), [x, *act.parameters()])
     assert all(gradient.isfinite().all() for gradient in gradients)
-    assert_close(
-        y,
-        act.double()(x.double()).bfloat16()
-    )
+    assert_close(y, act.double()(x.double()).bfloat16())
 
 
-@pytest.mark.parametrize(
-    "activation, formula",
-    [
-        ("gelu", F.gelu),
-        ("relu2", lambda x: x.clamp(min=0) ** 2)
-    ]
-)
+@pytest.mark.parametrize("activation, formula", [("gelu", F.gelu), ("relu2", lambda x: x.clamp(min=0) ** 2)])
 def test_other_activations_are_their_formulas(activation, formula):
     mlp = small(activation=activation).model.layers[0].mlp
     x = torch.linspace(-3, 3, 48)
-    assert_close(
-        mlp(x),
-        formula(x @ mlp.up_proj.weight.T) @ mlp.down_proj.weight.T
-    )
+    assert_close(mlp(x), formula(x @ mlp.up_proj.weight.T) @ mlp.down_proj.weight.T)
 
 
 # -----------------------------------------------------------------------------
@@ -197,19 +136,11 @@ def test_a_document_in_a_window_is_that_document_alone():
     """The document before it does not change a bit of it."""
     doc = torch.arange(64).ge(20).long()[None]
     one = ids(1, 64, seed=1)
-    other = torch.cat(
-        (ids(1, 20, seed=2), one[:, 20:]),
-        dim=1
-    )
+    other = torch.cat((ids(1, 20, seed=2), one[:, 20:]), dim=1)
     model, without = small(), small(doc_mask=False)
     second = model.hidden(one, doc)[:, 20:]
     assert second.equal(model.hidden(other, doc)[:, 20:])
-    assert_close(
-        second,
-        model.hidden(one[:, 20:]),
-        rtol=1e-5,
-        atol=1e-5
-    )
+    assert_close(second, model.hidden(one[:, 20:]), rtol=1e-5, atol=1e-5)
     assert without.hidden(one, doc).equal(without.hidden(one))
     assert not second.equal(without.hidden(one, doc)[:, 20:])
 
@@ -225,30 +156,20 @@ def test_the_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
     logits = model(idx)[0]
     nll = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     assert logits[:, -1].equal(model(idx, last=True)[0])
-    built = []                                             # whether gradients were built
+    built = []  # whether gradients were built
     model.chunk_loss = lambda *args: built.append(args[-1]) or chunk_loss(*args)
     assert_close(model(idx, targets, keep, per_token=True)[1], nll)
     assert built == [False]
     # A target below 0 has no loss, whatever keep says.
     for chosen in ((targets, keep), (targets.masked_fill(~keep, -1), keep | True)):
-        assert_close(
-            model(idx, *chosen)[1],
-            nll[keep].mean()
-        )
-    rows = zip(
-        idx.split(1),
-        targets.split(1),
-        keep.split(1)
-    )
+        assert_close(model(idx, *chosen)[1], nll[keep].mean())
+    rows = zip(idx.split(1), targets.split(1), keep.split(1))
     parts = [model(*row, n_tokens=keep.sum())[1] for row in rows]
     assert_close(sum(parts), nll[keep].mean())
     nothing = model(idx, targets.fill_(-1))[1]
     nothing.backward()
     assert nothing == 0
-    assert all(
-        p.grad.abs().max() == 0
-        for p in model.parameters()
-    )
+    assert all(p.grad.abs().max() == 0 for p in model.parameters())
 
 
 def test_in_bf16_positions_and_the_mean_are_in_fp32():
@@ -260,26 +181,22 @@ def test_in_bf16_positions_and_the_mean_are_in_fp32():
     h = model.hidden(idx[None])[0]
     assert h.dtype == torch.bfloat16
     assert (h.float() - exact)[500:].norm() < 0.02 * exact[500:].norm()
-    nll = F.cross_entropy(
-        (h @ model.lm_head.weight.bfloat16().T).double(),
-        targets
-    )
-    assert_close(
-        model(idx[None], targets[None])[1].double(),
-        nll,
-        rtol=1e-6,
-        atol=0
-    )
+    nll = F.cross_entropy((h @ model.lm_head.weight.bfloat16().T).double(), targets)
+    assert_close(model(idx[None], targets[None])[1].double(), nll, rtol=1e-6, atol=0)
 
 
 # -----------------------------------------------------------------------------
 # sizes and initial values
 
 
-@pytest.mark.parametrize("changes, parameters, flops", [
-    ({}, 8_053_338_176, 48_318_382_080),
-    (dict(tie_embeddings=True), 8_053_338_176 - 131_072 * 4096, 48_318_382_080),
-    (dict(n_layer=80, n_head=64, n_embd=8192, ffn_dim=43008), 70_599_864_480, 433_254_825_984)])
+@pytest.mark.parametrize(
+    "changes, parameters, flops",
+    [
+        ({}, 8_053_338_176, 48_318_382_080),
+        (dict(tie_embeddings=True), 8_053_338_176 - 131_072 * 4096, 48_318_382_080),
+        (dict(n_layer=80, n_head=64, n_embd=8192, ffn_dim=43008), 70_599_864_480, 433_254_825_984),
+    ],
+)
 def test_the_8b_and_the_70b_have_the_published_shape_parameters_and_flops(changes, parameters, flops):
     """
     Section 1.6. FLOPs by hand; with the other half of attention 6.74e24 for the 70B's 15T tokens (section 6). A
@@ -299,7 +216,7 @@ def test_the_8b_and_the_70b_have_the_published_shape_parameters_and_flops(change
 
 def test_initial_values_are_drawn_from_the_hash_of_seed_and_name():
     """So they depend on no other module. Gains are 1, both slopes 0.8; residual matrices have a factor 1/sqrt(2L)."""
-    model = Apertus(small(n_layer=8).config)               # its seed is 28
+    model = Apertus(small(n_layer=8).config)  # its seed is 28
     for name, p in model.named_parameters():
         wanted = torch.ones_like(p)
         if "alpha" in name:

@@ -4,11 +4,13 @@ which MPS lacks. The authority is torch's own table of kernels, native_functions
 
 The model runs on the meta device: nothing is computed, and the code is that of devices other than CPU and CUDA.
 """
+
 import os
 
 import pytest
 import torch
 import torchgen
+from tiny import small
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchgen.gen import parse_native_yaml
 from torchgen.model import DispatchKey
@@ -17,7 +19,6 @@ from ademamix import build_optimizer
 from generate import KVCache, next_logits, sample_token
 from posttrain.references import sequence_logp
 from posttrain.sft import tensors
-from tiny import small
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +61,7 @@ class Mac(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("dtype, documents", [
-    (None, True),
-    (torch.bfloat16, False)
-])
+@pytest.mark.parametrize("dtype, documents", [(None, True), (torch.bfloat16, False)])
 def test_a_step_of_training_and_of_sampling_has_a_kernel_for_everything(on_mps, dtype, documents):
     with torch.device("meta"):
         model = small()

@@ -2,21 +2,22 @@
 engine/parallel.py, sequence.py, recompute.py and train.py on several processes: gloo, tiny models, forked from one
 warm process (tests/faults/launch.py). Results of many ranks are compared with those of one process.
 """
+
 import os
 import sys
 from collections import Counter
 
 import pytest
 import torch
+from conftest import refused, same, script, table, weights
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.utils._python_dispatch import TorchDispatchMode
+from trained import data, log  # noqa: F401
 
-from conftest import refused, same, script, table, weights
 from engine import parallel, sharding
 from engine.recompute import recompute_activations
 from model import Apertus, ApertusConfig
 from posttrain import lora
-from trained import data, log  # noqa: F401
 
 # The learning rate is chaotic on purpose: small differences grow, and the text decides how fast. Goldfish with k = 2
 # drops half of the tokens, a different share on each rank. Clipping is off, as it would hide a wrong factor. SwiGLU:
@@ -33,10 +34,12 @@ def arguments(data, out, args):
 @pytest.fixture(scope="module")
 def train(launch, data):
     """train(ranks, out, args): train, which must succeed. Returns the run folder; 0 ranks: without a launcher."""
+
     def train(ranks, out, args):
         codes, text = launch(ranks, *arguments(data, out, args), logs=f"{out}.log")
         assert set(codes) == {0}, text[-3000:]
         return out
+
     return train
 
 
@@ -45,12 +48,15 @@ def alone(train, data):
     return log(train(0, f"{data}-alone", CHAOTIC))
 
 
-@pytest.mark.parametrize("ranks, args", [
-    (2, "--parallel=ddp"),
-    (4, "--parallel=fsdp --micro_batch=1 --sample_every=9"),
-    (4, "--parallel=hsdp --hsdp_shard=2 --recompute=selective"),
-    (4, "--parallel=hsdp --hsdp_shard=2 --recompute=full --sequence_parallel=2 --micro_batch=2")
-])
+@pytest.mark.parametrize(
+    "ranks, args",
+    [
+        (2, "--parallel=ddp"),
+        (4, "--parallel=fsdp --micro_batch=1 --sample_every=9"),
+        (4, "--parallel=hsdp --hsdp_shard=2 --recompute=selective"),
+        (4, "--parallel=hsdp --hsdp_shard=2 --recompute=full --sequence_parallel=2 --micro_batch=2"),
+    ],
+)
 def test_every_way_to_spread_a_step_has_the_losses_and_norms_of_one_process(train, alone, tmp_path, ranks, args):
     shared = log(train(ranks, tmp_path / "run", f"{CHAOTIC} {args}"))
     for one, other in zip(alone, shared, strict=True):
@@ -102,9 +108,12 @@ def test_srun_says_which_rank_a_process_is(monkeypatch):
     A job of one process has no ranks; nor has a script that sbatch starts without srun. srun(1): the launch node is
     where srun runs, which may be a login node. Linux gives ports from 32768 on to connections.
     """
-    env = dict(word.split("=") for word in """SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_JOB_ID=123456
+    env = dict(
+        word.split("=")
+        for word in """SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_JOB_ID=123456
         SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=nid[007-008],x[1-2]
-        SLURM_LAUNCH_NODE_IPADDR=login""".split())
+        SLURM_LAUNCH_NODE_IPADDR=login""".split()
+    )
     monkeypatch.setattr(os, "environ", env)
     assert parallel.launched() == (5, 8, 1, 4)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("nid007", str(20000 + 123456 % 12000))
@@ -135,15 +144,7 @@ def test_an_error_of_nccl_is_a_lost_rank_if_it_says_so():
 # -----------------------------------------------------------------------------
 # a model of two layers in this process
 
-SMALL = ApertusConfig(
-    block_size=8,
-    vocab_size=33,
-    n_layer=2,
-    n_head=2,
-    n_kv_head=1,
-    n_embd=16,
-    ffn_dim=24
-)
+SMALL = ApertusConfig(block_size=8, vocab_size=33, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
 IDX = torch.arange(16).view(2, 8)
 
 
@@ -158,10 +159,7 @@ def one_shard():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("exact, dtype", [
-    (True, torch.float32),
-    (False, torch.bfloat16)
-])
+@pytest.mark.parametrize("exact, dtype", [(True, torch.float32), (False, torch.bfloat16)])
 def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_batch_unless_exact(
     one_shard, exact, dtype
 ):
@@ -185,10 +183,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
         parallel.reduce_after(model, one_shard, last)
         for some in model, whole:
             some(IDX % 4, IDX)[1].backward()
-        added.append(all(
-            p.grad is not None
-            for p in model.parameters()
-        ))
+        added.append(all(p.grad is not None for p in model.parameters()))
     assert added == [not exact, True] and sent == {dtype}
     for p, q in pairs:
         assert p.grad.full_tensor().equal(q.grad)
@@ -243,11 +238,14 @@ def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
         for block in model.model.layers:
             block.compile(backend=backend)
         grads.append(gradients(model))
-        sizes.append(sum(
-            len(part.graph.nodes)
-            for graph in backend.graphs
-            for part in graph.modules() if isinstance(part, torch.fx.GraphModule)
-        ))
+        sizes.append(
+            sum(
+                len(part.graph.nodes)
+                for graph in backend.graphs
+                for part in graph.modules()
+                if isinstance(part, torch.fx.GraphModule)
+            )
+        )
     torch._dynamo.reset()
     assert min(sizes) >= sizes[0] > 40
     assert all(all(map(torch.equal, grads[0], same)) for same in grads[1:])

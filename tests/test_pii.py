@@ -7,12 +7,13 @@ ISO 13616 check digits, and the same with wrong ones; random addresses as ipaddr
 golden/pii_held_out.txt: 66 other lines, from Wikipedia's article on e-mail addresses and from Python packages
 (four numbers in a row). Personal data is marked ⟦kind:text⟧; \n and \r are line breaks.
 """
+
 import re
 from pathlib import Path
 
 import pytest
-
 from conftest import ROOT
+
 from corpus.pii import TAGS, scrub_pii
 
 MARK = re.compile(r"⟦(email|ip|iban):(.*?)⟧", re.S)
@@ -22,10 +23,7 @@ def labelled(name):
     """[(text, expected text)] of a file."""
     raw = Path(ROOT, "tests", "golden", name).read_text("utf-8").replace(r"\r", "\r")
     lines = [line.replace(r"\n", "\n") for line in raw.split("\n")]
-    return [
-        (MARK.sub(r"\2", line), MARK.sub(lambda m: TAGS[m[1]], line))
-        for line in lines
-    ]
+    return [(MARK.sub(r"\2", line), MARK.sub(lambda m: TAGS[m[1]], line)) for line in lines]
 
 
 @pytest.mark.parametrize("name", ["pii_own.txt", "pii_forms.txt"])
@@ -40,8 +38,11 @@ def test_lines_that_no_rule_was_written_on():
     assert sum(scrub_pii(text)[0] != clean for text, clean in labelled("pii_held_out.txt")) == 14
 
 
-HOSTILE = ("a/|a@|a@a.|a|@|1|1.|1.1.1.1.|:|12:|a:|2001:|GB82|GB82 WEST |a.a@a-|\u00fc|" + "x" * 64 +
-           "@|\"|\"a\"|\u044f@|GB82\n|GB82 WEST\n|o'|\u00a7 1.2.3.4, ").split("|")
+HOSTILE = (
+    "a/|a@|a@a.|a|@|1|1.|1.1.1.1.|:|12:|a:|2001:|GB82|GB82 WEST |a.a@a-|\u00fc|"
+    + "x" * 64
+    + '@|"|"a"|\u044f@|GB82\n|GB82 WEST\n|o\'|\u00a7 1.2.3.4, '
+).split("|")
 
 
 @pytest.mark.parametrize("unit", HOSTILE)

@@ -1,11 +1,12 @@
 """tools/plan.py against arithmetic, and the tables of docs/ against its output."""
+
 import itertools
 from pathlib import Path
 
 import pytest
-
 from conftest import ROOT, refused, script
 from lab import run
+
 from tools import plan
 
 PARAMETERS = 8_053_338_176
@@ -17,25 +18,17 @@ def planned(mode, command):
     return plan.plan_of(model, mode), model
 
 
-@pytest.mark.parametrize("table, lines", [
-    (plan.table_of_fits, 7),
-    (plan.table_of_cards, 2),
-    pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow)
-])
+@pytest.mark.parametrize(
+    "table, lines",
+    [(plan.table_of_fits, 7), (plan.table_of_cards, 2), pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow)],
+)
 def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
     """Of the table of cards only the line of the 8B: the 70B's 80 layers take seconds."""
-    pages = "".join(
-        page.read_text()
-        for page in Path(ROOT, "docs").glob("*.md")
-    )
+    pages = "".join(page.read_text() for page in Path(ROOT, "docs").glob("*.md"))
     assert "\n".join(itertools.islice(table(), lines)) in pages
 
 
-@pytest.mark.parametrize("mode, again", [
-    ("none", 0),
-    ("selective", 4096 * 21504),
-    ("full", 4096 * 53_248)
-])
+@pytest.mark.parametrize("mode, again", [("none", 0), ("selective", 4096 * 21504), ("full", 4096 * 53_248)])
 def test_compute_is_the_flops_of_a_step_and_of_what_is_computed_again(mode, again):
     """
     A block has 4,096 x (2 x 21,504 + 10,240) weights, in `up`, `down` and attention. A step takes three passes over 32
@@ -64,10 +57,7 @@ def test_the_slower_of_compute_and_links_decides_the_speed():
     assert far["links_s"] == pytest.approx(63 / 64 * 8 * PARAMETERS / 45e9)
 
 
-@pytest.mark.parametrize("mode, passes", [
-    ("none", 2),
-    ("full", 3)
-])
+@pytest.mark.parametrize("mode, passes", [("none", 2), ("full", 3)])
 def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
     """bf16 q and output (32 heads of 128), k and v (8): T/P positions, forward and backward, with `full` once more."""
     alone, _ = planned(mode, "--batch_size=8")
@@ -77,11 +67,14 @@ def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
     assert split["activations"] == alone["activations"] / 4
 
 
-@pytest.mark.parametrize("command, takes", [
-    ("70b --gpus=8", "--gpus=32 --parallel=fsdp"),
-    ("sft_8b --gpus=1 --gpu=4090", "--lora_r=16 --base=bf16"),
-    ("1b5 --gpus=1 --gpu=4090", "--gpu=a100")
-])
+@pytest.mark.parametrize(
+    "command, takes",
+    [
+        ("70b --gpus=8", "--gpus=32 --parallel=fsdp"),
+        ("sft_8b --gpus=1 --gpu=4090", "--lora_r=16 --base=bf16"),
+        ("1b5 --gpus=1 --gpu=4090", "--gpu=a100"),
+    ],
+)
 def test_what_does_not_fit_exits_with_2_and_flags_with_which_it_does(command, takes):
     refused(script("tools.plan", *command.split()), f": take {takes}\n")
     assert "-> --parallel=" in run("tools.plan", *command.split(), *takes.split()).stdout

@@ -1,15 +1,13 @@
 """engine/plot.py: plotted curves have the numbers of the log."""
+
 import numpy as np
 import pytest
-
 from conftest import refused, script
 from corpora import write_lines
+
 from engine import plot
 
-STEPS = [
-    dict(step=i, tokens=10**6 * i, loss=3 - i / 10, grad_norm=None if i == 4 else 1.0)
-    for i in range(10)
-]
+STEPS = [dict(step=i, tokens=10**6 * i, loss=3 - i / 10, grad_norm=None if i == 4 else 1.0) for i in range(10)]
 
 
 @pytest.fixture
@@ -33,47 +31,23 @@ def run(folder, entries=STEPS, data_hash="same", size=100, bpb=1.5):
 
 def test_each_panel_has_the_numbers_of_the_logs_and_names_the_last_beside_the_colour_of_its_run(tmp_path, drawn):
     """A gradient norm that was not finite is null in the log; panels without numbers are left out."""
-    plot.curves([
-        run(tmp_path / str(n), bpb=bpb)
-        for n, bpb in enumerate([1.5, None, 1.1])
-    ], "a.png")
+    plot.curves([run(tmp_path / str(n), bpb=bpb) for n, bpb in enumerate([1.5, None, 1.1])], "a.png")
     loss, bpb, norm, minutes = drawn[0].axes
-    shown = [
-        axis.lines[0].get_xydata().tolist()
-        for axis in (bpb, norm, minutes)
-    ]
-    assert shown == [[[9, 1.5]], [
-        [i, 1.0]
-        for i in range(10) if i != 4
-    ], [[2, 1.5]]]
-    assert loss.lines[2].get_xydata() == pytest.approx(np.array([
-        [i, 3 - i / 10]
-        for i in range(10)
-    ]))
-    assert [
-        axis.get_xlabel()
-        for axis in drawn[0].axes
-    ] == 3 * ["million tokens"] + ["minutes"]
-    assert {
-        line.get_label(): line.get_color()
-        for line in bpb.lines
-    } == {"0 1.5": "C0", "2 1.1": "C2"}
+    shown = [axis.lines[0].get_xydata().tolist() for axis in (bpb, norm, minutes)]
+    assert shown == [[[9, 1.5]], [[i, 1.0] for i in range(10) if i != 4], [[2, 1.5]]]
+    assert loss.lines[2].get_xydata() == pytest.approx(np.array([[i, 3 - i / 10] for i in range(10)]))
+    assert [axis.get_xlabel() for axis in drawn[0].axes] == 3 * ["million tokens"] + ["minutes"]
+    assert {line.get_label(): line.get_color() for line in bpb.lines} == {"0 1.5": "C0", "2 1.1": "C2"}
 
 
 def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(tmp_path, drawn):
-    losses = [
-        9.0 if i == 34_567 else 2 + i / 60_000
-        for i in range(60_000)
-    ]
-    log = [
-        dict(step=i, loss=loss)
-        for i, loss in enumerate(losses)
-    ]
+    losses = [9.0 if i == 34_567 else 2 + i / 60_000 for i in range(60_000)]
+    log = [dict(step=i, loss=loss) for i, loss in enumerate(losses)]
     folder = run(tmp_path / "a", log)
     # In a chat run's log `tokens` counts those of one step, so the x axis is steps.
     write_lines(tmp_path / "a" / "config.json", [dict(chat=True)])
     plot.curves([folder], "a.png", dict(loss="loss"))
-    axis, = drawn[0].axes
+    (axis,) = drawn[0].axes
     x, y = axis.lines[0].get_data()
     assert len(x) == 100
     assert (x.mean(), y.mean()) == pytest.approx((29_999.5, np.mean(losses)))
@@ -82,10 +56,7 @@ def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(
 
 
 def test_runs_of_one_data_folder_share_all_panels_other_tokenizers_bits_per_byte_and_other_texts_none(tmp_path):
-    a, b, c = (
-        run(tmp_path / name, data_hash=name, size=size)
-        for name, size in dict(a=100, b=100, c=101).items()
-    )
+    a, b, c = (run(tmp_path / name, data_hash=name, size=size) for name, size in dict(a=100, b=100, c=101).items())
     assert plot.comparable([a, a]) == plot.PANELS
     assert list(plot.comparable([a, b])) == ["val_bpb"]
     picture = tmp_path / "new" / "c.png"

@@ -4,30 +4,25 @@ CartPole and scipy.
 
 tests/golden/ppo.*: networks of 5 inputs, two layers of 16 ReLUs and 3 actions or a value, as flat vectors.
 """
+
 import json
 
 import numpy as np
 import pytest
 import torch
-from scipy.signal import lfilter
-
 from conftest import ROOT
+from scipy.signal import lfilter
+from tiny import small
+
 from papers import ppo_collapse
 from posttrain import collapse
 from studies import kit
-from tiny import small
 
 GOLDEN = f"{ROOT}/tests/golden/ppo"
 with open(f"{GOLDEN}.json") as f:
     WANT = json.load(f)
-DATA = {
-    name: torch.from_numpy(array)
-    for name, array in np.load(f"{GOLDEN}.npz").items()
-}
-SEEN, *TAKEN, ADVANTAGE = [
-    DATA[f"p3_{name}"]
-    for name in ("observation", "action", "old_log_prob", "advantage")
-]
+DATA = {name: torch.from_numpy(array) for name, array in np.load(f"{GOLDEN}.npz").items()}
+SEEN, *TAKEN, ADVANTAGE = [DATA[f"p3_{name}"] for name in ("observation", "action", "old_log_prob", "advantage")]
 
 
 def net(name, outputs=3):
@@ -40,20 +35,14 @@ def net(name, outputs=3):
 # --- the published functions ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "want, dtype, rel",
-    [("p1", torch.float64, 1e-10), ("p1_float32", torch.float32, 1e-4)]
-)
+@pytest.mark.parametrize("want, dtype, rel", [("p1", torch.float64, 1e-10), ("p1_float32", torch.float32, 1e-4)])
 def test_the_five_ranks_are_the_published_ones(want, dtype, rel):
     for matrix, ranks in zip(DATA["p1_features"].to(dtype), WANT[want], strict=True):
         assert [*collapse.spectrum(matrix).values()][:5] == pytest.approx(ranks, rel=rel)
 
 
 def test_dead_units_are_the_published_ones():
-    assert [
-        collapse.dead_units(matrix).sum()
-        for matrix in DATA["p2_relu"]
-    ] == WANT["p2"]["relu"]
+    assert [collapse.dead_units(matrix).sum() for matrix in DATA["p2_relu"]] == WANT["p2"]["relu"]
 
 
 @pytest.mark.parametrize("case", ["ppo", "entropy", "pfo_last"])
@@ -110,11 +99,7 @@ def test_cartpole_moves_as_gymnasiums(start, actions, states, fell):
     for action in actions:
         over += game.step(np.array([[action]]))[1].tolist()
         found.append(game.cart[0].copy())
-    np.testing.assert_allclose(
-        found[9::10],
-        states,
-        rtol=1e-9,
-        atol=1e-11)
+    np.testing.assert_allclose(found[9::10], states, rtol=1e-9, atol=1e-11)
     assert over == [False] * (len(actions) - 1) + [fell]
 
 
@@ -125,18 +110,8 @@ def test_advantages_are_scipys_filter_of_surprises_up_to_the_end_of_a_game():
     found = ppo_collapse.advantages(rewards, values, over, next_value)
     surprise = rewards + 0.99 * torch.cat([values[1:], next_value[None]]) * ~over - values
     for game in (slice(0, 5), slice(5, 12)):
-        want = lfilter(
-            [1],
-            [1, -0.99 * 0.95],
-            surprise[game].flip(0),
-            axis=0
-        )
-        np.testing.assert_allclose(
-            found[game],
-            want[::-1],
-            rtol=1e-4,
-            atol=1e-6
-        )
+        want = lfilter([1], [1, -0.99 * 0.95], surprise[game].flip(0), axis=0)
+        np.testing.assert_allclose(found[game], want[::-1], rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_begins_as_the_committed_one(monkeypatch):
@@ -145,7 +120,4 @@ def test_a_run_begins_as_the_committed_one(monkeypatch):
     monkeypatch.setattr(ppo_collapse, "POINTS", 1)
     want = kit.read_rows("results/ppo_collapse/rows.jsonl")[2]
     found = ppo_collapse.trained(want["name"])["curves"]
-    assert found == {
-        key: pytest.approx(curve[:1], rel=0.02)
-        for key, curve in want["curves"].items()
-    }
+    assert found == {key: pytest.approx(curve[:1], rel=0.02) for key, curve in want["curves"].items()}

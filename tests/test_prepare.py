@@ -1,4 +1,5 @@
 """prepare.py: documents in = kept + removed; the same bytes whatever stops it; nothing of the user's is lost."""
+
 import glob
 import gzip
 import hashlib
@@ -14,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
+from corpora import BYTE, fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
 
 import prepare
 import tokenizer
 from configurator import settings
-from conftest import ROOT
-from corpora import BYTE, fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus import folder, stages
 from corpus.dedup import fingerprint
 from data import read_meta
@@ -48,7 +49,7 @@ FILES = {
     "in/note.txt": "What was said.",
     "in/scan.pdf": "%PDF",
     "robots.jsonl": r'{"domain": "host1.example", "content": "User-agent: GPTBot\nDisallow: /page/1"}',
-    "prompts.txt": "How many legs does a healthy spider have?"
+    "prompts.txt": "How many legs does a healthy spider have?",
 }
 
 
@@ -58,10 +59,7 @@ def corpus(tmp_path_factory):
     root, every = put(tmp_path_factory.mktemp("corpus"), FILES), rows(150)
     put(root, {"in/b.jsonl.gz": gzip.compress(write_lines(root / "b.jsonl", every).read_bytes())})
     texts = {name: FILES[f"in/{name}"] for name in ("code.py", "note.txt")}
-    texts |= {
-        f"a.jsonl:{row['id']}": row["text"]
-        for row in map(json.loads, ODD.strip().splitlines())
-    }
+    texts |= {f"a.jsonl:{row['id']}": row["text"] for row in map(json.loads, ODD.strip().splitlines())}
     texts |= {f"b.jsonl.gz:{row['id']}": row["text"] for row in every}
     # A file of an unknown kind that is named counts as an unreadable document.
     rules = f"{root}/in/scan.pdf --robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72"
@@ -84,19 +82,16 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
         size = len(texts.get(name, "").encode())
         kind = row["reason"].partition(":")[0]
         assert row["bytes"] == size and not (kind and row["written"] + row["tokens"])
-        sizes[kind] = np.add(
-            sizes.get(kind, 0),
-            (1, size)
-        ).tolist()
-    assert [total["documents_in"], total["bytes_in"]] == np.sum(
-        [*sizes.values()],
-        0
-    ).tolist()
+        sizes[kind] = np.add(sizes.get(kind, 0), (1, size)).tolist()
+    assert [total["documents_in"], total["bytes_in"]] == np.sum([*sizes.values()], 0).tolist()
     assert [total["documents"], total["bytes"]] == sizes.pop("") and total["removed"] == sizes
     assert sizes.keys() == set("unreadable empty robots rate contaminated duplicate near-duplicate".split())
     # The first of equal, and of nearly equal, texts in the input stays.
     assert [found[f"a.jsonl:{name}"]["reason"] for name in ("one", "two", "near")] == [
-        "", "duplicate", "near-duplicate"]
+        "",
+        "duplicate",
+        "near-duplicate",
+    ]
     assert {"0", "a+b", "a-b", "deu_Latn", "none", "nothing of it stays"} < read_meta(str(out))["sources"].keys()
 
 
@@ -112,7 +107,7 @@ def test_the_tokens_of_a_row_are_its_text_and_the_order_and_the_split_are_hashes
     for row in sorted(kept(out), key=lambda row: hashlib.sha256(row["id"].encode()).digest()):
         stream, plain = (row["source"], row["split"]), texts[row["id"]]
         assert at[stream] == 30_000 * int(row["shard"][-9:-4]) + row["offset"]
-        begin, *ids, end = every[stream][at[stream]:at[stream] + row["tokens"]].tolist()
+        begin, *ids, end = every[stream][at[stream] : at[stream] + row["tokens"]].tolist()
         at[stream] += row["tokens"]
         assert row["split"] == ("val" if fingerprint(plain) < 0.1 * 2**64 else "train")
         # Code keeps its addresses.
@@ -132,15 +127,21 @@ def run(*args, first=""):
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True)
+        text=True,
+    )
 
 
 def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path):
     """Finished pieces are not done again. A killed --dry_run that resumes without the flag writes the folder."""
     began, work = set(), f"{tmp_path}/out.tmp/work"
     for workers, until in ((3, "sift/1.json"), (2, "tokens/3.json"), (1, "")):
-        process = run(*corpus[1], f"--out={tmp_path}/out", f"--workers={workers}", f"--dry_run={bool(until)}",
-                      first="from corpus import stages\nstages.GROUP, stages.BUCKET = 3000, 5000")
+        process = run(
+            *corpus[1],
+            f"--out={tmp_path}/out",
+            f"--workers={workers}",
+            f"--dry_run={bool(until)}",
+            first="from corpus import stages\nstages.GROUP, stages.BUCKET = 3000, 5000",
+        )
         while until and process.poll() is None and not glob.glob(f"{work}/{until}"):
             time.sleep(0.002)
         if until:
@@ -161,6 +162,7 @@ def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writ
 
     def key(**changed):
         return prepare.key_of(asked | changed, prepare.find([f"{root}/a.txt"])[0])
+
     before = key()
     assert {name for name in asked if key(**{name: "other"}) == before} == {"workers", "dry_run"}
     for name in ("a.txt", "list"):
@@ -184,7 +186,7 @@ def test_of_a_single_document_the_end_is_for_validation(tmp_path):
         write_lines(tmp_path / "in.jsonl", [dict(text=some) for some in (f"{known}\n", one, one)]),
         "--val_share=0.1",
         "--near_dedup=0.72",
-        f"--known={tmp_path}/known"
+        f"--known={tmp_path}/known",
     )
     (train,), (val,) = texts_of(tmp_path / "out").values()
     assert train + val == one
@@ -201,7 +203,7 @@ def test_a_vocabulary_is_learnt_from_some_of_the_training_split_alone(tmp_path, 
         write_lines(tmp_path / "in.jsonl", [dict(text=f"{word} " * 50) for word in words]),
         "--tokenizer=",
         "--train_bpe=400",
-        "--val_share=0.5"
+        "--val_share=0.5",
     )
     tok = tokenizer.load_for(str(tmp_path / "out"))
     learnt = {word for word in words if len(tok.encode(f" {word}")) == 1}
@@ -218,14 +220,11 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
         tmp_path / "out",
         write_lines(tmp_path / "in.jsonl", [*rows(30), dict(text=passages[0])]),
         f"--probes={tmp_path}/probes.jsonl",
-        "--repetitions=(0,3)"
+        "--repetitions=(0,3)",
     )
     said = json.loads((tmp_path / "out" / "probes.json").read_text())["probes"]
     seen = Counter(sum(texts_of(tmp_path / "out").values(), []))
-    promised = {
-        BYTE.decode(one["ids"]): one["repetitions"]
-        for one in said
-    }
+    promised = {BYTE.decode(one["ids"]): one["repetitions"] for one in said}
     assert promised == {one: seen[one] for one in passages}
     assert sorted(seen[one] for one in passages) == [0, 0, 0, 3, 3, 3]
 
@@ -233,10 +232,7 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
     """The first of 40 files has 4,942 bytes of text, the second 4,919: together exactly --max_bytes."""
     monkeypatch.setattr(stages, "GROUP", 11_000)
-    files = [
-        write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i))
-        for i in range(40)
-    ]
+    files = [write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i)) for i in range(40)]
     fill(tmp_path / "out", *files, "--max_bytes=9861")
     assert len(kept(tmp_path / "out")) == 20
     assert {
@@ -253,7 +249,7 @@ def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each
         tmp_path / "out",
         write_lines(tmp_path / "in.jsonl", [*rows(60), dict(text="nan.", lang="roh_Latn", score=float("nan"))]),
         "--keep_top=0.19",
-        how.replace("DIR", str(tmp_path))
+        how.replace("DIR", str(tmp_path)),
     )
     want = set()
     for language in range(2):
@@ -269,12 +265,9 @@ def test_bounds_on_tokens_count_begin_and_end(tmp_path):
         write_lines(tmp_path / "in.jsonl", [dict(text="ウンド" * n) for n in range(1, 12)]),
         "--min_tokens=6",
         "--max_tokens=9",
-        "--tokenizer=apertus"
+        "--tokenizer=apertus",
     )
-    assert sorted(
-        row["tokens"]
-        for row in kept(tmp_path / "out")
-    ) == [6, 7, 8, 9]
+    assert sorted(row["tokens"] for row in kept(tmp_path / "out")) == [6, 7, 8, 9]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -282,19 +275,13 @@ def test_bounds_on_tokens_count_begin_and_end(tmp_path):
 
 
 def snapshot(root):
-    return {
-        path: path.is_file() and path.read_bytes()
-        for path in Path(root).rglob("*")
-    }
+    return {path: path.is_file() and path.read_bytes() for path in Path(root).rglob("*")}
 
 
 @pytest.fixture
 def home(tmp_path):
     """A user's folder: texts and data made of them, in a source named `probes`, like planted passages."""
-    fill(
-        tmp_path / "probes",
-        put(tmp_path, {f"texts/{name}.txt": f"the text of {name}" for name in "ab"}) / "texts"
-    )
+    fill(tmp_path / "probes", put(tmp_path, {f"texts/{name}.txt": f"the text of {name}" for name in "ab"}) / "texts")
     return tmp_path
 
 
@@ -328,17 +315,10 @@ def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch)
     """A power cut may lose a name that was not flushed, so the last flush is of the folder that holds the data."""
     flushed = []
     monkeypatch.setattr(folder, "flush", flushed.append)
-    put(
-        home,
-        {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}}
-    )
+    put(home, {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}})
     for at, asked in ((1, home / "texts"), (2, home / "texts"), (1, f"--remove={home}/list")):
         old = snapshot(home / "probes")
-        assert run(
-            asked,
-            f"--out={home}/probes",
-            first=KILL.format(at)
-        ).wait() == -signal.SIGKILL
+        assert run(asked, f"--out={home}/probes", first=KILL.format(at)).wait() == -signal.SIGKILL
         # The next run first puts the old data back.
         with folder.building(home / "probes", []):
             assert at == 2 or snapshot(home / "probes") == old

@@ -8,6 +8,7 @@ the Minis' control tokens are Mistral-Nemo's (mistral-common, tekken.py), their 
 1.5's tokenizer is made as swiss-ai/apertus-omni-tokenizer makes it, its weights lie as in transformers' conversion
 script for it.
 """
+
 import hashlib
 import json
 import shutil
@@ -16,21 +17,21 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from conftest import ROOT
 from safetensors.torch import save_file
+from tiny import GOLDEN
 from torch.testing import assert_close
 
 import convert
 import tokenizer
 from chat import render, stop_ids
-from conftest import ROOT
 from engine.files import read_json, read_text
 from model import rope_frequencies
-from tiny import GOLDEN
 
 NAME = "swiss-ai/Apertus-8B-Instruct-2509"
 MINI = "swiss-ai/Apertus-v1.1-0.5B-Instruct"
 OMNI = "swiss-ai/Apertus-v1.5-8B"
-TEXT, MEDIA = 1456, 216    # text ids; media ids: 200 reserved and 16 codes
+TEXT, MEDIA = 1456, 216  # text ids; media ids: 200 reserved and 16 codes
 SIZES = json.loads("""{
     "vocab_size": 1456,
     "hidden_size": 64,
@@ -97,12 +98,7 @@ def in_fp32(model):
 
 def tokens(names):
     """The tokenizer's files: control tokens, special except for LaTeX's, and then the first 456 pieces."""
-    files = tokenizer.hf_files(tokenizer.Tokenizer(
-        "tiny",
-        tokenizer.tekken()[:456],
-        names,
-        in_text=()
-    ))
+    files = tokenizer.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], names, in_text=()))
     for token in files["tokenizer.json"]["added_tokens"]:
         token["special"] = token["content"] not in tokenizer.NAMED[14:18]
     return files
@@ -110,8 +106,10 @@ def tokens(names):
 
 def write(folder, config, files, eos, template):
     """Write a repository's files other than weights."""
-    decoder = {str(token["id"]): {key: value for key, value in token.items() if key != "id"}
-               for token in files["tokenizer.json"]["added_tokens"]}
+    decoder = {
+        str(token["id"]): {key: value for key, value in token.items() if key != "id"}
+        for token in files["tokenizer.json"]["added_tokens"]
+    }
     settings = tokenizer.SETTINGS | tokenizer.ENDS | dict(eos_token=eos, added_tokens_decoder=decoder)
     contents = {"config.json": config, "tokenizer.json": files["tokenizer.json"], "tokenizer_config.json": settings}
     for file, content in contents.items():
@@ -136,26 +134,12 @@ def as_mini(folder):
     """A Mini: tied, but the head is stored too (572.6M numbers on the hub for 438.3M). The template lists tokens."""
     config = config_of("swiss-ai/Apertus-v1.1-0.5B") | SIZES
     model = weights(config)
-    save_file(
-        {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        folder / "model.safetensors"
-    )
-    write(
-        folder,
-        config,
-        tokens(tokenizer.padded(NEMO, 1000)),
-        "<SPECIAL_68>",
-        str(tokenizer.RESERVED))
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    write(folder, config, tokens(tokenizer.padded(NEMO, 1000)), "<SPECIAL_68>", str(tokenizer.RESERVED))
     return in_fp32(model)
 
 
-RENAMED = {
-    32: "<|inner_prefix|>",
-    33: "<|inner_suffix|>",
-    69: "<think>",
-    70: "</think>",
-    73: "<|tool_output_start|>"
-}
+RENAMED = {32: "<|inner_prefix|>", 33: "<|inner_suffix|>", 69: "<think>", 70: "</think>", 73: "<|tool_output_start|>"}
 NORMALIZER = r"""{
     "type": "Sequence",
     "normalizers": [
@@ -185,10 +169,7 @@ def as_omni(folder):
     torch.manual_seed(0)
     transformers.Apertus1p5ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
     model = transformers.Apertus1p5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    files = tokens({
-        RENAMED.get(i, name): i
-        for name, i in tokenizer.SPECIAL.items()
-    })
+    files = tokens({RENAMED.get(i, name): i for name, i in tokenizer.SPECIAL.items()})
     own = files["tokenizer.json"]
     own["normalizer"] = json.loads(NORMALIZER)
     own["added_tokens"] = [token for token in own["added_tokens"] if token["id"] not in (69, 70)]
@@ -232,22 +213,24 @@ def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path,
         assert tok.decode(tok.encode(text)) == text
 
 
-SAYS_OMNI = ("You are Apertus 1.5 Omni, a multimodal assistant developed by the Swiss AI Initiative. Extended from "
-             "Apertus 1 via continued pretraining, you understand images and audio and respond in text.")
+SAYS_OMNI = (
+    "You are Apertus 1.5 Omni, a multimodal assistant developed by the Swiss AI Initiative. Extended from "
+    "Apertus 1 via continued pretraining, you understand images and audio and respond in text."
+)
 
 
-@pytest.mark.parametrize("name, asked, system", [
-    (MINI, "", ""),
-    (MINI, "Be concise.", "Be concise."),
-    (OMNI, "", SAYS_OMNI)
-])
+@pytest.mark.parametrize(
+    "name, asked, system", [(MINI, "", ""), (MINI, "Be concise.", "Be concise."), (OMNI, "", SAYS_OMNI)]
+)
 def test_conversations_of_a_mini_and_of_1_5_are_those_of_ollamas_tests(hub, name, asked, system):
     """For 1.5 also those of the template in swiss-ai/apertus-omni-tokenizer."""
     tok = convert.load_any(name)[1]
     messages = dict(role="system", content=asked), dict(role="user", content="Hello")
     found = tok.chat([message for message in messages if message["content"]], add_generation_prompt=True)
-    text = (f"<s><SPECIAL_61>{system}<SPECIAL_62><SPECIAL_63>Deliberation: disabled\nTool Capabilities: disabled"
-            "<SPECIAL_64><SPECIAL_65>Hello<SPECIAL_66><SPECIAL_67>")
+    text = (
+        f"<s><SPECIAL_61>{system}<SPECIAL_62><SPECIAL_63>Deliberation: disabled\nTool Capabilities: disabled"
+        "<SPECIAL_64><SPECIAL_65>Hello<SPECIAL_66><SPECIAL_67>"
+    )
     theirs = transformers.AutoTokenizer.from_pretrained(convert.local(name))
     for i, control in enumerate(tokenizer.CHAT, 61) if name == OMNI else ():
         text = text.replace(f"<SPECIAL_{i}>", control)

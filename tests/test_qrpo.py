@@ -1,4 +1,5 @@
 """posttrain/qrpo.py against published numbers, closed forms and a run in plain fp64; then as users run it."""
+
 import math
 import shutil
 from types import SimpleNamespace
@@ -6,19 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy import integrate
-
-import chat
-import convert
 from conftest import ROOT, refused, script
-from engine import readers
-from engine.files import read_json
 from lab import ADAPTERS, aligning, run
 from plain import Plain
-from posttrain import common, losses, qrpo, references
+from scipy import integrate
 from test_sft import SYSTEM, TOK, assistant, chat_row, user
 from tiny import write_rows
 from trained import log
+
+import chat
+import convert
+from engine import readers
+from engine.files import read_json
+from posttrain import common, losses, qrpo, references
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/preference_losses.json")
 END = TOK.special["<|assistant_end|>"]
@@ -49,7 +50,8 @@ def test_losses_are_the_published_implementations(case):
         q=q,
         length=length,
         beta=beta,
-        log_z=beta * beta.log() + 1 if kind == "identity" else losses.beta_log_z(beta, kind))
+        log_z=beta * beta.log() + 1 if kind == "identity" else losses.beta_log_z(beta, kind),
+    )
     found = losses.LOSSES[case["loss"]](both("policy_logp"), known, case["beta"], case.get("gamma_beta_ratio"))
     assert found.tolist() == pytest.approx(case["value"], rel=1e-5)
 
@@ -57,12 +59,8 @@ def test_losses_are_the_published_implementations(case):
 @pytest.mark.parametrize("beta", [0.01, 0.1, 1.0, 5.0])
 def test_partition_functions_are_the_integrals(beta):
     """log E exp(log t / beta) is log(beta / (1 + beta)); log E exp(x / beta) of a standard normal is 1 / (2 beta^2)."""
-    z = integrate.quad(lambda t: math.exp((t - 1) / beta), 0, 1)[0]         # Z e^(-1/beta), which does not overflow
-    want = [
-        beta * math.log(z) + 1,
-        beta * math.log(beta / (1 + beta)),
-        1 / (2 * beta)
-    ]
+    z = integrate.quad(lambda t: math.exp((t - 1) / beta), 0, 1)[0]  # Z e^(-1/beta), which does not overflow
+    want = [beta * math.log(z) + 1, beta * math.log(beta / (1 + beta)), 1 / (2 * beta)]
     assert [losses.beta_log_z(beta, kind) for kind in losses.LOG_Z] == pytest.approx(want, abs=1e-9)
     assert losses.beta_log_z(torch.tensor([1e-6, 1e3])).isfinite().all()
 
@@ -115,17 +113,11 @@ FIXED = "r", "ref", "target", "beta", "size"
 def pair_of(plain, row, norm, ties):
     """A row as a pair, the better completion first: rewards r, logp() of both, its start value ref, target, beta."""
     prompt = TOK.chat(row["messages"], add_generation_prompt=True)
-    r, texts = zip(*sorted(
-        zip(row["rewards"], row["completions"]),
-        reverse=True
-    ))
+    r, texts = zip(*sorted(zip(row["rewards"], row["completions"]), reverse=True))
     said = [TOK.encode(text) + [END] for text in texts]
 
     def logp():
-        return torch.stack([
-            plain.logp(prompt + ids)[len(prompt) - 1:].sum()
-            for ids in said
-        ])
+        return torch.stack([plain.logp(prompt + ids)[len(prompt) - 1 :].sum() for ids in said])
 
     refs = torch.tensor(row["ref_rewards"]).double()
     size = torch.tensor([len(ids) for ids in said]).double()
@@ -139,39 +131,33 @@ def pair_of(plain, row, norm, ties):
         ref=logp().detach(),
         target=losses.quantile(r, refs) - log_z,
         beta=beta,
-        size=size if norm else torch.ones(2)
+        size=size if norm else torch.ones(2),
     )
 
 
 @pytest.mark.filterwarnings("error:.*use_reentrant")
-@pytest.mark.parametrize("kind, b, norm, ties, optimizer, clip", [
-    ("qrpo", 2.0, True, "le", "ademamix", 0.02),
-    ("qrpo", 0.0, False, "discrete", "adamw", 0.5),
-    ("dpo", 5.0, True, "le", "ademamix", 1e9),
-    ("rebel", 4.0, True, "le", "adamw", 0.05),
-    ("simpo", 0.4, False, "le", "adamw", 0.01)
-])
+@pytest.mark.parametrize(
+    "kind, b, norm, ties, optimizer, clip",
+    [
+        ("qrpo", 2.0, True, "le", "ademamix", 0.02),
+        ("qrpo", 0.0, False, "discrete", "adamw", 0.5),
+        ("dpo", 5.0, True, "le", "ademamix", 1e9),
+        ("rebel", 4.0, True, "le", "adamw", 0.05),
+        ("simpo", 0.4, False, "le", "adamw", 0.01),
+    ],
+)
 def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm, ties, optimizer, clip):
     """Two steps of two pairs test which completion is better, that lengths are tokens, and that Z is the prompt's."""
     how = f"""--data={COUPLES} --rewards= --n_refs=4 --batch_size=2 --micro_batch=1 --length_norm={norm}
         --loss={kind} --beta={b} --gamma=0.3 --beta_max=0.25 --ties={ties} --optimizer={optimizer} --grad_clip={clip}
         --lr=1e-2 --eps=1e-2 --weight_decay=0.1 --warmup=0.5 --epochs=1 --betas=(0.9,0.999,0.99)"""
     plain = Plain(lab / "sft")
-    pairs = [
-        pair_of(plain, row, norm, ties)
-        for row in readers.records(COUPLES)
-    ]
+    pairs = [pair_of(plain, row, norm, ties) for row in readers.records(COUPLES)]
     done = run(*aligning(lab, tmp_path / "run", *how.split()))
     assert ("warning: 44% of the references" in done.stdout) == (kind == "qrpo" and norm)
     for step, found in enumerate(log(tmp_path / "run")):
-        batch = [
-            pairs[k]
-            for k in common.chosen(step, 2, [4], [1], 1, 28)
-        ]
-        r, ref, target, beta, size = (
-            torch.stack([getattr(p, name) for p in batch])
-            for name in FIXED
-        )
+        batch = [pairs[k] for k in common.chosen(step, 2, [4], [1], 1, 28)]
+        r, ref, target, beta, size = (torch.stack([getattr(p, name) for p in batch]) for name in FIXED)
         logp = torch.stack([p.logp() for p in batch])
         ratio = logp - ref
         better, worse = ((logp if kind == "simpo" else ratio) / size).T
@@ -179,7 +165,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm
             qrpo=(target - beta * ratio).square().mean(-1),
             dpo=-F.logsigmoid(b * (better - worse)),
             rebel=((r[:, 0] - r[:, 1]) / b - better + worse) ** 2,
-            simpo=-F.logsigmoid(b * (better - worse - 0.3))
+            simpo=-F.logsigmoid(b * (better - worse - 0.3)),
         )
         loss = by_name[kind].mean()
         loss.backward()
@@ -189,19 +175,11 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm
             margin=-ratio.diff().mean(),
             log_ratio=ratio.mean(),
             reward_policy=w @ r.flatten(),
-            kl=w @ (4 * w).log()
+            kl=w @ (4 * w).log(),
         )
         for name, number in want.items():
             assert found[name] == pytest.approx(number.item(), rel=2e-5, abs=2e-5), name
-        plain.update(
-            step + 1,
-            2,
-            (1e-2, 5e-3)[step],
-            clip,
-            1e-2,
-            0.1,
-            optimizer == "adamw"
-        )
+        plain.update(step + 1, 2, (1e-2, 5e-3)[step], clip, 1e-2, 0.1, optimizer == "adamw")
     assert plain.distance(convert.load_any(str(tmp_path / "run"))[0]) < 1e-3
 
 
@@ -226,22 +204,13 @@ def test_candidates_are_finished_completions_with_their_quantile(monkeypatch, lo
     a, b, c = TOK.encode("abc")
     refs = [[a, END], [b, END], [c]]
     given = [[a, b, END], [c] * 7 + [END]]
-    prompt = SimpleNamespace(
-        ids=[1, 2],
-        refs=refs,
-        given=given,
-        row=0,
-        place=0
-    )
+    prompt = SimpleNamespace(ids=[1, 2], refs=refs, given=given, row=0, place=0)
     rewards = {"a b c ab ccccccc": [1, 1, 9, 5, 9]}
     prompt.rated = qrpo.rewards_of(TOK, prompt, lambda row, texts: rewards[" ".join(texts)])
     run = SimpleNamespace(tok=TOK, longest=9)
     assert qrpo.room_for(run, [[1, 2]]) == 7
     found = qrpo.candidates(run, prompt)
-    assert [c.text for c in found] == [
-        ([1, 2], ids)
-        for ids in (*refs[:2], given[0])
-    ]
+    assert [c.text for c in found] == [([1, 2], ids) for ids in (*refs[:2], given[0])]
     assert [c.length for c in found] == [2, 2, 3]
     assert [c.q for c in found] == pytest.approx([*q, 2 / 3])
     assert found[0].own.tolist() == pytest.approx([*q, 1])
@@ -250,14 +219,12 @@ def test_candidates_are_finished_completions_with_their_quantile(monkeypatch, lo
 @pytest.fixture
 def pairs_of(monkeypatch):
     """pairs_of(rewards): the rewards of the pairs. A completion's quantile is a tenth of its reward, at most 1."""
+
     def pairs_of(rewards, i=0, **settings):
         for name, value in (dict(pairs_per_prompt=0) | settings).items():
             monkeypatch.setattr(qrpo, name, value)
         pool = [SimpleNamespace(reward=r, q=min(r / 10, 1)) for r in rewards]
-        return [
-            (better.reward, worse.reward)
-            for better, worse in qrpo.pairs_of(i, pool)
-        ]
+        return [(better.reward, worse.reward) for better, worse in qrpo.pairs_of(i, pool)]
 
     return pairs_of
 
@@ -296,15 +263,12 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
     reasons = {
         "completions that are not a list of texts": good | dict(completions="no list"),
         chat.ODD: chat_row(user(5)),
-        "its last message is not the user's": chat_row(user("a"), assistant("x"))
+        "its last message is not the user's": chat_row(user("a"), assistant("x")),
     }
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
     [found], bad = qrpo.prompts_of(TOK, str(tmp_path / "data.jsonl"))
     assert found.ids == TOK.chat([SYSTEM, question], add_generation_prompt=True, date="2025-09-02")
-    assert bad == [
-        (why, f"line {n}")
-        for n, why in enumerate(reasons, 1)
-    ]
+    assert bad == [(why, f"line {n}") for n, why in enumerate(reasons, 1)]
 
 
 # -----------------------------------------------------------------------------
@@ -313,6 +277,7 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
 
 def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_path):
     """Another function of the same file is scored anew. The first batch is scored before the rest is sampled."""
+
     def with_reward(name):
         sampling = ["--sample_batch=6", f"--references={tmp_path}/refs", "--epochs=1"]
         return tmp_path / name, *sampling, f"--rewards={lab}/reward.py:{name}"
@@ -321,10 +286,7 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
         refused(script(*aligning(lab, *with_reward(wrong))), f"line 1: --rewards={lab}/reward.py:{wrong} ", says)
     [samples] = (tmp_path / "refs").glob("*/samples-*")
     before = samples.stat()
-    one, two = (
-        align(lab, *with_reward(name))
-        for name in ("one", "two")
-    )
+    one, two = (align(lab, *with_reward(name)) for name in ("one", "two"))
     assert samples.stat().st_mtime_ns == before.st_mtime_ns
     assert one[0]["reward"] > 0 > two[0]["reward"]
 
@@ -334,19 +296,14 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
     [
         ("reward(prompt, completion)", "f'{prompt}|{completion}'", ["second|yes", "second|a"]),
         ("reward(prompt, completion, row=None)", "row['gold']", [7, 7]),
-        ("rewards(row, completions)", "[row['gold'], *completions]", [7, "yes", "a"])
-    ]
+        ("rewards(row, completions)", "[row['gold'], *completions]", [7, "yes", "a"]),
+    ],
 )
 def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want):
     """reward() gets the last question and the answer; rewards() the row and all answers."""
     (tmp_path / "r.py").write_text(f"def {signature}:\n    return {body}\n")
     parts = [dict(type="text", text=part) for part in ("sec", "ond")]
-    row = chat_row(
-        user("first"),
-        assistant("x"),
-        user(parts),
-        gold=7
-    )
+    row = chat_row(user("first"), assistant("x"), user(parts), gold=7)
     assert list(references.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
 
 

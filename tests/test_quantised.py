@@ -6,12 +6,12 @@ the tensors that torch.compile keeps for the backward pass.
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import small, tensors
 from torch.testing import assert_close
 
 import convert
 from posttrain import lora
 from posttrain.quantised import CODE, Quantised, dense, quantise, to_nf4
-from tiny import small, tensors
 
 # bitsandbytes 0.50.2, quantize_4bit(w, blocksize=64, quant_type="nf4") of w (200, 128), without and with double
 # quantisation.
@@ -68,15 +68,8 @@ def test_value_and_gradient_are_those_of_the_dense_matrix_which_no_compiled_laye
     for product in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
         y = product(x)
         assert_close(y, want)
-        assert_close(
-            torch.autograd.grad(y.sum(), x, retain_graph=True),
-            exact
-        )
-    kept = {
-        t.dtype
-        for t in y.grad_fn.saved_tensors
-        if t.numel() >= 256 * 128 // 2
-    }
+        assert_close(torch.autograd.grad(y.sum(), x, retain_graph=True), exact)
+    kept = {t.dtype for t in y.grad_fn.saved_tensors if t.numel() >= 256 * 128 // 2}
     assert len(kept) == 1 and kept < {torch.int8, torch.uint8}
 
 
@@ -96,33 +89,18 @@ def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
     with pytest.raises(ValueError):
         convert.save_hf(few, "/proc/few")
     parameters, kept = (dict(m.named_parameters()) for m in (model, few))
-    assert parameters.keys() - kept.keys() == {
-        n
-        for n, p in parameters.items()
-        if "layers" in n and p.ndim == 2
-    }
-    assert all(
-        p.equal(parameters[name])
-        for name, p in kept.items()
-    )
+    assert parameters.keys() - kept.keys() == {n for n, p in parameters.items() if "layers" in n and p.ndim == 2}
+    assert all(p.equal(parameters[name]) for name, p in kept.items())
     assert few.num_params() == model.num_params()
     assert relative(few(IDX)[0], model(IDX)[0]) < (0.03 if base == "int8" else 0.3)
 
 
 def test_an_adapter_on_nf4_trains_and_merges_into_its_decoded_matrix():
-    model = lora.adapt(
-        quantise(wide(), "nf4"),
-        dict(r=4, lora_alpha=8, target_modules=lora.MATRICES)
-    )
+    model = lora.adapt(quantise(wide(), "nf4"), dict(r=4, lora_alpha=8, target_modules=lora.MATRICES))
     model(IDX, IDX)[1].backward()
     for layer in lora.adapted(model).values():
         assert layer.lora_B.weight.grad.any()
         torch.nn.init.normal_(layer.lora_B.weight, std=0.1)
     adapted = model(IDX)[0]
     lora.merge(model)
-    assert_close(
-        model(IDX)[0],
-        adapted,
-        rtol=1e-4,
-        atol=1e-5
-    )
+    assert_close(model(IDX)[0], adapted, rtol=1e-4, atol=1e-5)

@@ -14,24 +14,18 @@ import fsspec
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
-
 from conftest import table
 from corpora import put
+from fsspec.implementations.memory import MemoryFileSystem
+
 from engine import readers
 from engine.readers import check, documents, find
 
 
 def read(path, encoding="", text_field="text"):
     """The documents of files, read part by part as workers do: parts pass through JSON."""
-    files = [
-        json.loads(json.dumps(check(file, text_field, encoding)))
-        for file in find([str(path)])[0]
-    ]
-    return [
-        doc
-        for file in files for part in file["parts"] for doc in documents(file, part, text_field, ("score",))
-    ]
+    files = [json.loads(json.dumps(check(file, text_field, encoding))) for file in find([str(path)])[0]]
+    return [doc for file in files for part in file["parts"] for doc in documents(file, part, text_field, ("score",))]
 
 
 def problem(path, encoding=""):
@@ -43,10 +37,7 @@ def problem(path, encoding=""):
 
 
 def names(*paths):
-    return [
-        file["name"]
-        for file in find(map(str, paths))[0]
-    ]
+    return [file["name"] for file in find(map(str, paths))[0]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -57,14 +48,8 @@ def random_rows(seed, n=600):
     """Rows that each format can hold, with characters that are special in one of them."""
     rng = random.Random(seed)
     signs = "ab\",';\t\n\r\\{}[]# ä苏🏔\u2028\x85"
-    texts = [
-        "".join(rng.choices(signs, k=rng.choice([1, 9, 99])))
-        for _ in range(n)
-    ]
-    return [
-        dict(id=f"d{i}", text=text, language="deu_Latn", score=f"{i / 8}")
-        for i, text in enumerate(texts)
-    ]
+    texts = ["".join(rng.choices(signs, k=rng.choice([1, 9, 99]))) for _ in range(n)]
+    return [dict(id=f"d{i}", text=text, language="deu_Latn", score=f"{i / 8}") for i, text in enumerate(texts)]
 
 
 DELIMITERS = {"a.csv": ",", "b.csv": ";", "a.tsv": "\t"}
@@ -78,10 +63,7 @@ def written(rows, name):
     elif name in DELIMITERS:
         pyarrow.csv.write_csv(columns, sink, pyarrow.csv.WriteOptions(delimiter=DELIMITERS[name]))
     else:
-        lines = [
-            json.dumps(row, ensure_ascii=i % 2 == 0)
-            for i, row in enumerate(rows)
-        ]
+        lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(rows)]
         sink.write((f"[{','.join(lines)}]" if name == "list.json" else "\n\n".join(lines)).encode())
     return sink.getvalue()
 
@@ -108,28 +90,16 @@ def test_each_format_gives_the_rows_that_were_written_in_whatever_parts(tmp_path
     with fsspec.open(url, "wb") as f:
         f.write(PACK.get(how, bytes)(raw))
     file = os.path.basename(url)
-    assert read(url, encoding) == [
-        dict(row, id=f"{file}:{row['id']}", file=file)
-        for row in rows
-    ]
+    assert read(url, encoding) == [dict(row, id=f"{file}:{row['id']}", file=file) for row in rows]
     parts = check(dict(path=url), encoding=encoding)["parts"]
     # Uncompressed lines, and row groups, are split into parts for several processes.
     assert (len(parts) > 1) == (name == "a.parquet" or name in LINES and how in ("", "memory:/") and size < 5000)
     if not encoding:
-        numbers = [
-            n
-            for part in parts for n, _ in readers.rows(dict(path=url), part)
-        ]
+        numbers = [n for part in parts for n, _ in readers.rows(dict(path=url), part)]
         # Row numbers count empty lines too.
-        assert numbers == [
-            i * (1 + (name in LINES))
-            for i in range(600)
-        ]
+        assert numbers == [i * (1 + (name in LINES)) for i in range(600)]
         assert list(readers.records(url)) == rows
-        assert list(readers.rows_of(url, ("no", "id"), ("score",))) == [
-            [row["id"], row["score"]]
-            for row in rows
-        ]
+        assert list(readers.rows_of(url, ("no", "id"), ("score",))) == [[row["id"], row["score"]] for row in rows]
 
 
 # A file, its bytes, and id=text of each row by RFC 8259, RFC 4180 and the first reader; an id without = is a row that
@@ -160,10 +130,7 @@ def test_a_row_that_cannot_be_read_is_counted_and_the_others_keep_their_ids(tmp_
     raw = content.encode().decode("unicode_escape").encode("latin-1")
     (tmp_path / name).write_bytes(raw.replace(b"DEEP", b"[" * 100_000))
     docs = read(tmp_path / name)
-    said = [
-        doc["id"] if doc["text"] is None and doc["problem"] else f"{doc['id']}={doc['text']}"
-        for doc in docs
-    ]
+    said = [doc["id"] if doc["text"] is None and doc["problem"] else f"{doc['id']}={doc['text']}" for doc in docs]
     assert " ".join(said).replace(f"{name}:", "").replace("\r\n", r"\r\n") == want
     # Each file has a part; without one no report would name it.
     assert len(check(dict(name=name, path=f"{tmp_path}/{name}"))["parts"]) == 1
@@ -172,13 +139,12 @@ def test_a_row_that_cannot_be_read_is_counted_and_the_others_keep_their_ids(tmp_
 def test_an_encoding_is_asked_for_and_code_and_fineweb_name_the_language(tmp_path):
     path = tmp_path / "a.py"
     path.write_bytes("élève\x85".encode("latin-1"))
-    (tmp_path / "d.jsonl").write_text('{"text": "x", "language": "deu", "language_script": "Latn"}\n'
-                                       '{"text": "y", "language": "deu_Latn", "language_script": "Latn"}')
+    (tmp_path / "d.jsonl").write_text(
+        '{"text": "x", "language": "deu", "language_script": "Latn"}\n'
+        '{"text": "y", "language": "deu_Latn", "language_script": "Latn"}'
+    )
     assert "--encoding=" in read(path)[0]["problem"]
-    found = [
-        (doc["text"], doc["language"])
-        for doc in read(tmp_path, "latin-1")
-    ]
+    found = [(doc["text"], doc["language"]) for doc in read(tmp_path, "latin-1")]
     assert found == [("élève\x85", "code"), ("x", "deu_Latn"), ("y", "deu_Latn")]
     assert problem(path, "utf-16") == "unreadable as utf-16"
     path.write_bytes(b"\xef\xbb\xbfa # b\n# c\n \n d ")
@@ -199,9 +165,14 @@ def test_a_page_gives_the_main_text_of_trafilatura_and_its_meta_tags(tmp_path):
 # damage
 
 
-@pytest.mark.parametrize("ending, between", [
-    # RFC 1952 section 2.2 and RFC 8878 section 3.1: a file may have several members or frames, also skippable ones.
-    (".gz", b""), (".ZST", bytes.fromhex("502a4d18" "04000000") + b"\xff" * 4)])
+@pytest.mark.parametrize(
+    "ending, between",
+    [
+        # RFC 1952 section 2.2 and RFC 8878 section 3.1: a file may have several members or frames, also skippable ones.
+        (".gz", b""),
+        (".ZST", bytes.fromhex("502a4d1804000000") + b"\xff" * 4),
+    ],
+)
 def test_a_torn_or_damaged_archive_is_unreadable_and_several_frames_are_one_file(tmp_path, ending, between):
     path = tmp_path / f"a.jsonl{ending}"
     first = PACK[ending](written(random_rows(1, 2000), "a.jsonl") + b"\n")
@@ -222,10 +193,7 @@ def test_damage_of_parquet_and_a_missing_column(tmp_path):
     assert problem(path) == "unreadable"
     path.write_bytes(raw[:10] + bytes(900) + raw[910:])
     docs = read(path)
-    assert [
-        doc["id"].split(":")[1]
-        for doc in docs
-    ] == ["row group 0", *(f"d{i}" for i in range(550, 600))]
+    assert [doc["id"].split(":")[1] for doc in docs] == ["row group 0", *(f"d{i}" for i in range(550, 600))]
     assert docs[0]["problem"] == "unreadable"
     with pytest.raises(ValueError, match="no column 'body'; it has id, text, language, score"):
         read(path, text_field="body")
@@ -250,22 +218,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, name):
 
 def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
     taken = "a.TXT b.markdown c.txt.gz e.htm notes[1]/g.md sub/f.json"
-    others = {
-        ".pdf": "sub/y.PDF x.pdf",
-        "hidden": ".git/c.txt .h.txt",
-        ".gz": "old.parquet.gz",
-        "no ending": "LICENSE"
-    }
+    others = {".pdf": "sub/y.PDF x.pdf", "hidden": ".git/c.txt .h.txt", ".gz": "old.parquet.gz", "no ending": "LICENSE"}
     put(tmp_path, dict.fromkeys(" ".join([taken, *others.values(), "Z\udcfcrich.txt"]).split(), ""))
     os.symlink("nowhere", tmp_path / "dangling.txt")
     os.mkfifo(tmp_path / "pipe.txt")
     others |= {"broken link": "dangling.txt", "not a file": "pipe.txt", "name not UTF-8": "Z?rich.txt"}
     files, ignored = find([str(tmp_path)])
     assert " ".join(file["name"] for file in files) == taken
-    assert {
-        why: " ".join(sorted(found))
-        for why, found in ignored.items()
-    } == others
+    assert {why: " ".join(sorted(found)) for why, found in ignored.items()} == others
     # A file counts once, however often its folder is named; an ignored file that is then named is read, not ignored.
     files, ignored = find([str(tmp_path), f"{tmp_path}/sub/..", f"{tmp_path}/*.pdf"])
     assert len(files) == 7
@@ -296,10 +256,7 @@ def test_loops_of_links_end_and_a_file_with_several_links_is_listed_once(tmp_pat
 
 
 def test_names_that_clash_get_their_folder_or_are_an_error(tmp_path):
-    a, b, c = (
-        put(tmp_path / folder, {"x.txt": ""})
-        for folder in ("a", "b", "c/b")
-    )
+    a, b, c = (put(tmp_path / folder, {"x.txt": ""}) for folder in ("a", "b", "c/b"))
     assert names(a, b, a / "x.txt") == ["x.txt", "b/x.txt"]
     with pytest.raises(ValueError, match="c/b/x.txt.*another file has its name"):
         names(a, b, c)
@@ -318,10 +275,7 @@ class Hub(MemoryFileSystem):
         return "/" + path.removeprefix("hf://").strip("/")
 
     def glob(self, path, **options):
-        return [
-            name.strip("/")
-            for name in super().glob(path, **options)
-        ]
+        return [name.strip("/") for name in super().glob(path, **options)]
 
 
 def test_a_data_set_is_pinned_to_a_commit_and_read_by_one_kind_of_its_training_files(monkeypatch):
@@ -336,10 +290,7 @@ def test_a_data_set_is_pinned_to_a_commit_and_read_by_one_kind_of_its_training_f
     assert not check(*files)["sha256"]
     assert names("hf://datasets/o/n/test") == ["o/n/test/a.parquet"]
     for inside in ("train/a.parquet", "train/*.jsonl", "x"):
-        assert [
-            doc["text"]
-            for doc in read(f"hf://datasets/o/n/{inside}")
-        ] == [row["text"] for row in rows]
+        assert [doc["text"] for doc in read(f"hf://datasets/o/n/{inside}")] == [row["text"] for row in rows]
     # Other file systems work too.
     fsspec.filesystem("memory").pipe("memory://place/sub/a.jsonl", written(rows, "a.jsonl"))
     assert names("memory://place") == names("memory://place/*/a*") == ["sub/a.jsonl"]

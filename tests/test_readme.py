@@ -3,6 +3,7 @@ README.md, docs/ and other pages: their commands run, their files exist, and the
 
 commands.txt has words and arguments that make a command small; quotes.txt has numbers and their sources.
 """
+
 import glob
 import json
 import re
@@ -15,8 +16,8 @@ from pathlib import Path
 import pyarrow.json
 import pyarrow.parquet
 import pytest
-
 from conftest import ROOT, script
+
 from engine.runs import settings_of
 
 
@@ -29,11 +30,7 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", "".join(map(read, PAGES)), re.S)
 
 
 def commands(blocks):
-    lines = [
-        line.partition("#")[0].strip()
-        for block in blocks
-        for line in block.splitlines()
-    ]
+    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
     return list(dict.fromkeys(filter(None, lines)))
 
 
@@ -81,22 +78,21 @@ def small(lab, tmp_path, monkeypatch):
             # test_train.py draws the loss of train.py.
             done = script(name, *own, stdin="hello\n", pictures=name != "train.py")
         else:
-            done = subprocess.run(
-                [program, *args],
-                cwd=ROOT,
-                capture_output=True,
-                text=True
-            )
+            done = subprocess.run([program, *args], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
     return run
 
 
 # The slow commands start many processes or many runs.
-@pytest.mark.parametrize("command", [
-    pytest.param(command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|ablate swiglu", command)))
-    for command in COMMANDS
-])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|ablate swiglu", command)))
+        for command in COMMANDS
+    ],
+)
 def test_command(command, small):
     """The command runs, and writes only into the test's own folder."""
     small(command)
@@ -125,14 +121,11 @@ def test_the_loop_goes_through_the_four_long_context_stages(small, tmp_path):
 
 
 def test_every_local_file_that_a_page_names_exists():
-    examples = {"X.py", "test_X.py", "report.md", "reward.py", "FILE.py"}       # placeholders
+    examples = {"X.py", "test_X.py", "report.md", "reward.py", "FILE.py"}  # placeholders
     for page in PAGES:
         names = re.findall(r"`([\w/]+\.(?:py|md|txt|png))`|\]\(([\w/.]+\.\w+)\)|src=\"([^\"]+)\"", read(page))
         for name in {*map("".join, names)} - examples:
-            places = [
-                Path(ROOT, folder, name)
-                for folder in ("", "tests", "docs")
-            ]
+            places = [Path(ROOT, folder, name) for folder in ("", "tests", "docs")]
             assert any(map(Path.exists, places)), (page, name)
 
 
@@ -147,11 +140,7 @@ def test_the_table_of_faults_is_the_record_of_those_that_were_done():
     table = read("results", "faults", "table.md")
     record = json.loads(read("results", "faults", "faults.json"))
     rows = [row[:4] for fault in record.values() for row in fault["rows"]]
-    _, *shown = [
-        line.strip("| ").split(" | ")
-        for line in table.splitlines()
-        if line.startswith("| ")
-    ]
+    _, *shown = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     assert sorted(shown) == sorted([*map(str, row)] for row in rows)
     assert f"{sum(times for _, times, *_ in rows):,} faults" in table
 

@@ -1,9 +1,9 @@
 """A user's mistake (refusals.txt) gives exit code 2 and one line that says what to do, and changes no folder."""
+
 import shlex
 from pathlib import Path
 
 import pytest
-
 from conftest import ROOT, refused, script
 
 
@@ -36,8 +36,11 @@ def files(tmp_path_factory):
 def state(*folders):
     """All files below these folders except locks, with size and time of the last change."""
     paths = [path for folder in folders for path in folder.rglob("*")]
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths
-            if path.is_file() and path.name != ".lock"}
+    return {
+        path: (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in paths
+        if path.is_file() and path.name != ".lock"
+    }
 
 
 @pytest.mark.parametrize("command, row", [(command, row) for command, rows in TABLE.items() for row in rows])

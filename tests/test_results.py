@@ -1,4 +1,5 @@
 """results/: studies write each committed page from the committed rows, and the recipe asks for the committed runs."""
+
 import importlib
 import json
 import shlex
@@ -7,10 +8,10 @@ import types
 from pathlib import Path
 
 import pytest
-
 from conftest import ROOT
-from configurator import configure
 from lab import run
+
+from configurator import configure
 from posttrain import attach
 from studies import kit, recipe
 from studies.ablate import STUDIES
@@ -18,16 +19,19 @@ from studies.ablate import STUDIES
 ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, study in STUDIES.items()}
 
 
-@pytest.mark.parametrize("folder, command, page", [
-    *[(folder, f"studies.ablate {name} --report --out=NEW/..", "table.md") for folder, name in ABLATIONS.items()],
-    ("results/ablations", "studies.ablate --overview --out=NEW", "overview.md"),
-    ("results/align", "studies.align --report --results=NEW", "table.md"),
-    ("results/length", "studies.length --report --results=NEW", "table.md"),
-    ("results/memorize", "studies.memorize --report --out=NEW", "table.md"),
-    ("results/micro_combat", "papers.smacv2 --results=NEW", "table.md"),
-    ("results/ppo_collapse", "papers.ppo_collapse --results=NEW", "table.md"),
-    ("results/recipe", "studies.recipe --report --results=NEW", "report.md")
-])
+@pytest.mark.parametrize(
+    "folder, command, page",
+    [
+        *[(folder, f"studies.ablate {name} --report --out=NEW/..", "table.md") for folder, name in ABLATIONS.items()],
+        ("results/ablations", "studies.ablate --overview --out=NEW", "overview.md"),
+        ("results/align", "studies.align --report --results=NEW", "table.md"),
+        ("results/length", "studies.length --report --results=NEW", "table.md"),
+        ("results/memorize", "studies.memorize --report --out=NEW", "table.md"),
+        ("results/micro_combat", "papers.smacv2 --results=NEW", "table.md"),
+        ("results/ppo_collapse", "papers.ppo_collapse --results=NEW", "table.md"),
+        ("results/recipe", "studies.recipe --report --results=NEW", "report.md"),
+    ],
+)
 def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page, tmp_path):
     """Byte for byte, and its plots are drawn, in a copy of the folder without the page and its plots."""
     new = tmp_path / Path(folder).name
@@ -43,11 +47,7 @@ def settings_of(script, args):
     """The settings of a script for a command line, read by configurator.py as the script does."""
     module = importlib.import_module(script)
     more = [module.shape, attach] if script == "train" else []
-    return configure(
-        dict(vars(module)),
-        args,
-        *(dict(vars(space)) for space in more)
-    )
+    return configure(dict(vars(module)), args, *(dict(vars(space)) for space in more))
 
 
 class Scripts(list):
@@ -62,10 +62,7 @@ class Scripts(list):
         self.append((script, asked))
         folder = asked.get("out") or asked["init_from"]
         for name, content in self.leave(script, Path(stdout.name).stem, asked).items():
-            kit.write(
-                f"{folder}/{name}",
-                content if isinstance(content, str) else json.dumps(content)
-            )
+            kit.write(f"{folder}/{name}", content if isinstance(content, str) else json.dumps(content))
         return types.SimpleNamespace(returncode=0)
 
 
@@ -93,12 +90,12 @@ def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scrip
             "prepare": {
                 "meta.json": dict(sources=dict(probes=dict(train=dict(tokens=424 * 256 + 10)))),
                 "report.json": dict(total=row["total"]),
-                "probes.json": dict(probes=[dict(repetitions=n, ids=[*range(n, 999)]) for n in (0, 128)])
+                "probes.json": dict(probes=[dict(repetitions=n, ids=[*range(n, 999)]) for n in (0, 128)]),
             },
             "evaluate": {"evaluation.json": dict(rows=[dict(score=step.get("old")), *step.get("positions", [])])},
             "studies.exam": {"exam.jsonl": lines(step.get("exam", []))},
             "studies.memorize": {"rows.jsonl": lines(step.get("letters", [])), "table.md": ""},
-            "studies.world": {"questions.jsonl": ""}
+            "studies.world": {"questions.jsonl": ""},
         }.get(script, {"summary.json": {}})
 
     scripts.leave = leave
@@ -112,10 +109,7 @@ def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scrip
     assert found["letter"]["true"] == [*range(178, 228)]
     for name, link in found["links"].items():
         want = links[name]
-        assert all(
-            link[key] == want[key]
-            for key in {"exam", "old", "positions", "letters"} & {*want, *link}
-        ), name
+        assert all(link[key] == want[key] for key in {"exam", "old", "positions", "letters"} & {*want, *link}), name
         words = shlex.split(want["command"].replace("out/recipe", recipe.out))
         _, script, *args = (word for word in words if word != "-m")
         script = script.removesuffix(".py")

@@ -1,14 +1,25 @@
 """Opt-outs against RFC 9309, Google's documentation, the drafts of AIPREF, TDMRep, datadiligence and Protego."""
+
 import gzip
 import json
 import os
 
 import pytest
-
 from conftest import ROOT, script, table
 from corpora import put, write_lines
-from corpus.robots import (AGENTS, FILES, blocked_domains, host_key, may_train_on, open_reservations, open_robots,
-                           refusal, reservation, verdict)
+
+from corpus.robots import (
+    AGENTS,
+    FILES,
+    blocked_domains,
+    host_key,
+    may_train_on,
+    open_reservations,
+    open_robots,
+    refusal,
+    reservation,
+    verdict,
+)
 
 ROBOTS_2019 = os.path.join(ROOT, "..", "shared", "data", "robots_2019_top10k.jsonl.gz")
 
@@ -118,10 +129,7 @@ def test_500_kib_are_read_up_to_a_whole_line():
     """The limit falls after the "/" of /private, so that incomplete line does not count."""
     begin = "User-agent: *\nDisallow: /early\n# ".ljust(500 * 1024 - len("\nDisallow: /"))
     content = begin + "\nDisallow: /private/diary\nDisallow: /late"
-    assert [
-        allowed(content, "a", path)
-        for path in ("/early", "/public", "/late")
-    ] == [False, True, True]
+    assert [allowed(content, "a", path) for path in ("/early", "/public", "/late")] == [False, True, True]
 
 
 def test_hostile_rules_and_urls_take_linear_time():
@@ -130,14 +138,17 @@ def test_hostile_rules_and_urls_take_linear_time():
     robots = f"User-agent: *\nDisallow: {rule}\n"
     assert allowed(robots, "x", path) and not allowed(robots, "x", path + "b")
     assert may_train_on("https://a.org/", spaces + "\n" + spaces) == (True, "allowed")
-    assert not reservation(dict(
-        x_robots_tag=f"{spaces}noai{spaces}x",
-        content_usage=f"train-ai={spaces}n",
-        url=f"//{''.join(map(chr, range(0x4E00, 0x9E00)))}"))
+    assert not reservation(
+        dict(
+            x_robots_tag=f"{spaces}noai{spaces}x",
+            content_usage=f"train-ai={spaces}n",
+            url=f"//{''.join(map(chr, range(0x4E00, 0x9E00)))}",
+        )
+    )
     deep = "[" * 100_000
     assert not reservation(
-        dict(headers=f"{deep[:900]}{']' * 900}", url="https://a.org/"),
-        dict.fromkeys(FILES, {"a.org": deep}))
+        dict(headers=f"{deep[:900]}{']' * 900}", url="https://a.org/"), dict.fromkeys(FILES, {"a.org": deep})
+    )
 
 
 # The last hosts are by the package idna: encode(name, uts46=True).
@@ -160,8 +171,19 @@ http://\u0440\u0444.\u0440\u0444 xn--p1ai.xn--p1ai
 http://\ud55c\uad6d.kr xn--3e0b707e.kr
 http://A\u0300.org xn--0ca.org
 """
-NO_HOSTS = ["mailto:a@b.org", "http://", "http://a b/", "http://a..b/", "http://[::1", "http://a.b:x/", "just words",
-            "", None, float("nan"), ["a.org"]]
+NO_HOSTS = [
+    "mailto:a@b.org",
+    "http://",
+    "http://a b/",
+    "http://a..b/",
+    "http://[::1",
+    "http://a.b:x/",
+    "just words",
+    "",
+    None,
+    float("nan"),
+    ["a.org"],
+]
 
 
 def test_hosts_are_those_of_the_url_and_of_the_idna_library():
@@ -230,8 +252,10 @@ def test_the_reason_names_the_agent_and_its_rule(who, path, robots, reason):
 
 
 # Protego applies Applebot's group to Applebot-Extended, and ends a group's user-agent lines at a Crawl-delay.
-DIFFER = set("bgp.he.net www.avsforum.com www.vwvortex.com www.wordreference.com bitbucket.org www.eventbrite.com "
-             "www.khaleejtimes.com".split())
+DIFFER = set(
+    "bgp.he.net www.avsforum.com www.vwvortex.com www.wordreference.com bitbucket.org www.eventbrite.com "
+    "www.khaleejtimes.com".split()
+)
 
 
 def test_real_files_are_decided_as_protego_does_but_for_seven():
@@ -282,14 +306,17 @@ http://other.co.uk/ drop:blocked-domain:other.co.uk
 def test_a_store_in_every_form_gives_the_same_outcomes(tmp_path):
     """The store is a file of rows, or a folder of files and rows; blocked domains are lines or rows."""
     example, _, third, page = ROBOTS.strip().splitlines()
-    put(tmp_path, {
-        "s.jsonl": ROBOTS,
-        "folder/example.com.txt": json.loads(example)["content"],
-        "folder/www.xn--bcher-kva.example/robots.txt": json.loads(third)["content"],
-        "folder/more.jsonl": page,
-        "blocked": "# list\nBad.com\n\nwww.other.co.uk # why\n",
-        "blocked.jsonl": '{"domain": "Bad.com", "why": "#"}\n{"domain": "other.co.uk", "why": "#"}'
-    })
+    put(
+        tmp_path,
+        {
+            "s.jsonl": ROBOTS,
+            "folder/example.com.txt": json.loads(example)["content"],
+            "folder/www.xn--bcher-kva.example/robots.txt": json.loads(third)["content"],
+            "folder/more.jsonl": page,
+            "blocked": "# list\nBad.com\n\nwww.other.co.uk # why\n",
+            "blocked.jsonl": '{"domain": "Bad.com", "why": "#"}\n{"domain": "other.co.uk", "why": "#"}',
+        },
+    )
     for name, list_of_hosts in (("s.jsonl", "blocked"), ("folder", "blocked.jsonl")):
         store = open_robots(tmp_path / name)
         blocked = blocked_domains(tmp_path / list_of_hosts)
@@ -324,7 +351,7 @@ HEADERS = {
         train-ai / train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 /
         train-ai=n x / train-ai=(n) / Train-AI=n / train-ai = n / x-train-ai=n / n |
         train-ai=n / train-ai=n, search=y / search=y, train-ai=n;x="1;2" / train-ai=n;a=1;b / train-ai=y,train-ai=n""",
-    "tdm-reservation": " / 0 / other / 2 | 1"
+    "tdm-reservation": " / 0 / other / 2 | 1",
 }
 
 
@@ -410,24 +437,15 @@ def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(said
     doc.setdefault("url", f"https://a.org{doc['path']}")
     if isinstance(doc["tdmrep"], list):
         doc["tdmrep"] = json.dumps([{"location": place, "tdm-reservation": value} for place, value in doc["tdmrep"]])
-    store = {
-        file: {"a.org": doc[column]}
-        for file, column in zip(FILES, ("tdmrep", "ai_txt"))
-    }
+    store = {file: {"a.org": doc[column]} for file, column in zip(FILES, ("tdmrep", "ai_txt"))}
     assert str(reservation(doc, store)) == want
 
 
 def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):
     files = ("www.a.org", "tdmrep.json", RESERVES), ("b.org", "/ai.txt", AI_TXT), ("c.org", "ai.txt", None)
     rows = [dict(zip(("domain", "file", "content"), file)) for file in files]
-    put(
-        tmp_path / "mirror",
-        {"a.org/.well-known/tdmrep.json": RESERVES, "b.org/ai.txt": AI_TXT}
-    )
+    put(tmp_path / "mirror", {"a.org/.well-known/tdmrep.json": RESERVES, "b.org/ai.txt": AI_TXT})
     for path in (write_lines(tmp_path / "store.jsonl", rows), tmp_path / "mirror"):
         store = open_reservations(path)
-        found = [
-            refusal(dict(url=f"https://{host}/x.txt"), None, store)
-            for host, *_ in files
-        ]
+        found = [refusal(dict(url=f"https://{host}/x.txt"), None, store) for host, *_ in files]
         assert found == ["tdm-file:/", "ai-txt:*:*.txt", None]

@@ -5,6 +5,7 @@ golden/heuristics.jsonl.gz: 800 pages with the faults that the rules look for, e
 datatrove 0.10.1 removes it; "fineweb2" has the rules of three sets with LIMITS. tests/test_rules.py of commit 58a600a
 wrote the pages, tests/test_heuristics.py of commit ac03345 the verdicts.
 """
+
 import gzip
 import json
 import os
@@ -12,9 +13,9 @@ import re
 
 import numpy as np
 import pytest
-
 from conftest import ROOT, table
 from corpora import put
+
 from corpus import rules
 from corpus.rules import HEURISTICS, beyond, broken, by_language, top_thresholds
 
@@ -30,11 +31,7 @@ def verdict(spec, text, language="eng_Latn"):
 def test_verdicts_equal_datatrove(name):
     assert [verdict(name, page["text"]) for page in PAGES] == [page[name] for page in PAGES]
     # For every rule some page breaks it, except for one that would take a page of half a megabyte.
-    rules = {
-        rule
-        for rule, (source, *_) in HEURISTICS.items()
-        if source == name
-    } - {"many-words"}
+    rules = {rule for rule, (source, *_) in HEURISTICS.items() if source == name} - {"many-words"}
     assert {page[name] for page in PAGES} == rules | {None}
 
 
@@ -70,10 +67,7 @@ def test_with_limits_of_a_language_verdicts_equal_datatrove(folder, source, monk
 GERMAN = "Die W\u00fcrde des Menschen ist unantastbar. Sie zu achten ist Verpflichtung aller staatlichen Gewalt.\n" * 6
 # By white space each line is one word of 14 characters, too long for a word in Latin letters.
 LINE = "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c\u5728\u5c0a\u4e25\u4e0a\u5e73\u7b49\u3002\n"
-CHINESE = "".join(
-    LINE.replace("\u751f", chr(0x4e00 + i))
-    for i in range(20)
-)
+CHINESE = "".join(LINE.replace("\u751f", chr(0x4E00 + i)) for i in range(20))
 LATIN = re.sub(r"[^\n]", "x", CHINESE)
 TEXTS = dict(
     two="Two sentences are here. No more.",
@@ -86,7 +80,7 @@ TEXTS = dict(
     chinese=CHINESE,
     endless=CHINESE.replace("\u3002", ""),
     latin=LATIN,
-    mixed=LINE * 2 + LATIN
+    mixed=LINE * 2 + LATIN,
 )
 # The setting, with DIR for the folder; a text, its language, and the rule that it breaks. First: a user's limits apply
 # to every language. Then: a language's file replaces the sets, and a language is not a path. Then: English stop words
@@ -125,16 +119,7 @@ def test_which_rules_a_document_meets(folder, spec, text, language, rule):
 # ----------------------------------------------------------------------------------------------------------------------
 # columns
 
-DOC = dict(
-    id="7",
-    text="x" * 100,
-    lang="deu_Latn",
-    license="mit",
-    score="2.5",
-    toxic=0.9977,
-    gap=None,
-    nan="nan"
-)
+DOC = dict(id="7", text="x" * 100, lang="deu_Latn", license="mit", score="2.5", toxic=0.9977, gap=None, nan="nan")
 # Settings of broken(), and the reason why DOC is removed.
 COLUMNS = """
 {"licenses": ["mit"], "languages": ["deu_Latn"], "min_chars": 100, "max_chars": 100} | None
@@ -165,23 +150,17 @@ def test_column_rules(asked, reason):
 
 def test_a_random_rate_keeps_that_share_and_a_smaller_rate_a_subset():
     def drawn(rate, **seed):
-        return {
-            i
-            for i in range(9_000)
-            if not broken(dict(id=str(i)), rate=rate, **seed)
-        }
+        return {i for i in range(9_000) if not broken(dict(id=str(i)), rate=rate, **seed)}
+
     few, many = drawn(0.095), drawn(by_language("rate", "0.3135"))
     assert few < many == drawn(0.3135, seed=42) != drawn(0.3135, seed=1)
-    assert abs(len(many) / 9_000 - 0.3135) < 4 * (0.3135 * 0.6865 / 9_000)**0.5
+    assert abs(len(many) / 9_000 - 0.3135) < 4 * (0.3135 * 0.6865 / 9_000) ** 0.5
 
 
 def test_thresholds_are_quantiles_whatever_the_order():
     """Rounding must not move a quantile: 0.07 * 100 is 7.000000000000001 in floating point."""
     scores = np.random.default_rng(0).normal(size=(2, 2000))
     rows = [*zip([0, 1] * 2000, scores.T.ravel())]
-    want = {
-        i: -np.quantile(-some, 0.33, method="inverted_cdf")
-        for i, some in enumerate(scores)
-    }
+    want = {i: -np.quantile(-some, 0.33, method="inverted_cdf") for i, some in enumerate(scores)}
     assert top_thresholds(rows, 0.33) == top_thresholds(rows[::-1], 0.33) == want
     assert top_thresholds([("de", i) for i in range(100)], 0.07) == {"de": 93}

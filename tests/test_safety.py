@@ -1,4 +1,5 @@
 """Nothing on a load path unpickles, evaluates or executes: checks the statements of every file outside tests/."""
+
 import ast
 import glob
 import os
@@ -6,7 +7,6 @@ import re
 import subprocess
 
 import pytest
-
 from conftest import ROOT
 
 # FileSystemReader and FileSystemWriter use DCP's own format, which contains a pickle.
@@ -26,7 +26,7 @@ def offences(source):
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value.value = None                        # a docstring
+            node.value.value = None  # a docstring
     return [line for line in map(str.strip, ast.unparse(tree).splitlines()) if BAD.search(line)]
 
 

@@ -1,6 +1,9 @@
 """sample.py and its conversations (posttrain/talk.py): the same tokens as without a cache, and a user's commands."""
+
 import pytest
 import torch
+from lab import run
+from tiny import small
 
 import chat
 import convert
@@ -9,9 +12,7 @@ import tokenizer
 from chat import stop_ids
 from engine.files import read_json
 from generate import KVCache, generate
-from lab import run
 from posttrain import talk
-from tiny import small
 
 TOK = tokenizer.load("byte")
 
@@ -54,11 +55,7 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch):
     "é" is two tokens.
     """
     new = iter(ids_of("@tools_prefix", "[é]", "@tools_suffix", "made up"))
-    monkeypatch.setattr(
-        generate_file,
-        "sample_token",
-        lambda logits, **_: torch.tensor([next(new)])
-    )
+    monkeypatch.setattr(generate_file, "sample_token", lambda logits, **_: torch.tensor([next(new)]))
     assert "[é]\n" in said(lab / "hf")
 
 
@@ -69,7 +66,7 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch):
 def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(monkeypatch):
     """The cache grows and reads each position once, as answers of letters render to their ids. Also after begin()."""
     model = small(vocab_size=320, block_size=700)
-    model.lm_head.weight.data[:64 + ord("a")] = model.lm_head.weight.data[65 + ord("z"):] = 0
+    model.lm_head.weight.data[: 64 + ord("a")] = model.lm_head.weight.data[65 + ord("z") :] = 0
     read, begin, said = [], KVCache.begin, []
     monkeypatch.setattr(KVCache, "begin", lambda self, T: read.append(T) or begin(self, T))
     conversation = talk.Conversation(model, TOK, "s", None, False)
@@ -91,19 +88,22 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     """Thoughts, a tool call and its output, an answer: posttrain/sft.py can train on the file of /save."""
     convert.save_hf(model, str(tmp_path / "hf"), TOK)
     calls = '[{"get_weather": {"city": "Bern"}}]'
-    told = ids_of("@inner_prefix", "need it", "@tools_prefix", calls, "@tools_suffix", "so", "@inner_suffix", "12 C.",
-                  "@assistant_end")
-    new = iter([*ids_of("gone", "@assistant_end"), *told, *ids_of("plain"), TOK.id_of("</s>")])
-    monkeypatch.setattr(
-        generate_file,
-        "sample_token",
-        lambda logits, **_: torch.tensor([next(new)])
+    told = ids_of(
+        "@inner_prefix",
+        "need it",
+        "@tools_prefix",
+        calls,
+        "@tools_suffix",
+        "so",
+        "@inner_suffix",
+        "12 C.",
+        "@assistant_end",
     )
+    new = iter([*ids_of("gone", "@assistant_end"), *told, *ids_of("plain"), TOK.id_of("</s>")])
+    monkeypatch.setattr(generate_file, "sample_token", lambda logits, **_: torch.tensor([next(new)]))
     prompts, stream = [], talk.stream
     monkeypatch.setattr(
-        talk,
-        "stream",
-        lambda model, idx, *args, **how: prompts.append([*idx[0]]) or stream(model, idx, *args, **how)
+        talk, "stream", lambda model, idx, *args, **how: prompts.append([*idx[0]]) or stream(model, idx, *args, **how)
     )
     typed = f'Hi\n/system be brief\nWeather?\n"12 C"\n/help\nAnd?\n/save {tmp_path / "saved"}\n'
     out = said(tmp_path / "hf", "--chat", "--max_new_tokens=99", stdin=typed + "b" * 700 + "\n\nnever read\n")
@@ -111,10 +111,6 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     assert "/reset starts another" in out
     row = read_json(tmp_path / "saved")
     ids, mine = chat.render(TOK, row)
-    assert len(prompts) == 4 and all(ids[:len(prompt)] == prompt for prompt in prompts[1:])
-    assert [
-        i
-        for i, its in zip(ids, mine)
-        if its
-    ] == told + ids_of("plain", "@assistant_end")
+    assert len(prompts) == 4 and all(ids[: len(prompt)] == prompt for prompt in prompts[1:])
+    assert [i for i, its in zip(ids, mine) if its] == told + ids_of("plain", "@assistant_end")
     assert row["messages"][-1]["content"] == "plain"

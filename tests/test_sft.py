@@ -1,22 +1,23 @@
 """posttrain/sft.py: trained tokens against the published template's ids; the loss against torch; as users run it."""
+
 import json
 import shutil
 
 import pytest
 import torch
+from conftest import ROOT, refused, script
+from lab import run, tuning
+from plain import Plain
+from tiny import small, write_rows
+from trained import log
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
 import chat
 import convert
 import tokenizer
-from conftest import ROOT, refused, script
 from engine.files import read_text
 from generate import generate
-from lab import run, tuning
-from plain import Plain
 from posttrain import common
-from tiny import small, write_rows
-from trained import log
 
 TOK = tokenizer.load("byte")
 SYSTEM = dict(role="system", content="s")
@@ -85,24 +86,15 @@ def test_it_learns_and_watches_its_ranks(lab):
 @pytest.mark.parametrize("optimizer, clip", [("adamw", 100.0), ("ademamix", 0.05)])
 def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, optimizer, clip):
     """Three steps over two epochs. A large eps makes the update depend on the scale of the gradients."""
-    rows = [
-        chat_row(SYSTEM, user("q" * n), assistant("yes" * n), user("and?"), assistant("é"))
-        for n in range(1, 7)
-    ]
+    rows = [chat_row(SYSTEM, user("q" * n), assistant("yes" * n), user("and?"), assistant("é")) for n in range(1, 7)]
     write_rows(tmp_path / "rows.jsonl", rows)
     how = f"""--data={tmp_path}/rows.jsonl --batch_size=4 --epochs=2 --micro_batch=3 --lr=1e-2 --warmup=0.5
         --optimizer={optimizer} --grad_clip={clip} --eps=1e-3 --weight_decay=0.2"""
     tune(lab, tmp_path / "run", *how.split())
     plain = Plain(lab / "hf")
     for step, (rate, found) in enumerate(zip((5e-3, 1e-2, 5e-3), log(tmp_path / "run"), strict=True)):
-        batch = [
-            chat.render(TOK, rows[k])
-            for k in common.chosen(step, 4, [6], [1], 2, 28)
-        ]
-        logp = torch.cat([
-            plain.logp(ids)[torch.tensor(said[1:])]
-            for ids, said in batch
-        ])
+        batch = [chat.render(TOK, rows[k]) for k in common.chosen(step, 4, [6], [1], 2, 28)]
+        logp = torch.cat([plain.logp(ids)[torch.tensor(said[1:])] for ids, said in batch])
         loss = -logp.mean()
         loss.backward()
         plain.update(step + 1, 3, rate, clip, 1e-3, 0.2, optimizer == "adamw")
@@ -125,10 +117,7 @@ def test_packing_changes_no_number(lab, tmp_path, monkeypatch):
 
 def test_what_is_left_out_is_counted_by_kind_and_other_data_are_another_run(lab, tmp_path):
     odd = chat_row(user(5), assistant("c"))
-    write_rows(
-        tmp_path / "rows.jsonl",
-        [chat_row(user("hi"), assistant("ho")), odd, chat_row(user("a")), odd]
-    )
+    write_rows(tmp_path / "rows.jsonl", [chat_row(user("hi"), assistant("ho")), odd, chat_row(user("a")), odd])
     said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--epochs=1")
     reasons = f"2 {chat.ODD} (first in line 2 of rows.jsonl); 1 no assistant turn (first in line 3 of rows.jsonl)\n"
     assert f"left out 3 of 4 conversations: {reasons}" in said and "1 conversations, 1 step\n" in said
@@ -136,10 +125,7 @@ def test_what_is_left_out_is_counted_by_kind_and_other_data_are_another_run(lab,
 
 
 def test_show_prints_bytes_as_text_and_what_is_learnt_in_green(lab, tmp_path):
-    write_rows(
-        tmp_path / "rows.jsonl",
-        [chat_row(user("a")), chat_row(SYSTEM, user("hi"), assistant("hör\nzu"))]
-    )
+    write_rows(tmp_path / "rows.jsonl", [chat_row(user("a")), chat_row(SYSTEM, user("hi"), assistant("hör\nzu"))])
     said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--show")
     line = "<|user_start|>hi<|user_end|><|assistant_start|>\x1b[0m·\x1b[32mhör⏎zu<|assistant_end|>\x1b[0m\n"
     assert f"{line}8 of 69 " in said and "line 1 is left out: no assistant turn\n" in said
@@ -197,18 +183,10 @@ with orderly_exit():
 
 def test_a_sharded_start_model_is_read_shard_by_shard_and_never_held_whole(launch, lab, tmp_path):
     """From an export, a run folder and a model whose head is its embedding."""
-    convert.save_hf(
-        small(vocab_size=320, n_embd=96, tie_embeddings=True),
-        str(tmp_path / "tied"),
-        TOK
-    )
+    convert.save_hf(small(vocab_size=320, n_embd=96, tie_embeddings=True), str(tmp_path / "tied"), TOK)
     (tmp_path / "shards.py").write_text(SHARDS)
     folders = lab / "hf", lab / "sft", tmp_path / "tied"
-    codes, text = launch(
-        2,
-        *folders,
-        script=tmp_path / "shards.py",
-        logs=tmp_path / "log")
+    codes, text = launch(2, *folders, script=tmp_path / "shards.py", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
 
 
@@ -223,10 +201,4 @@ def test_the_run_chats_in_transformers_with_the_same_greedy_tokens(lab):
     assert theirs.generation_config.eos_token_id == [2, *ends]
     assert own.eos == tok.eos_token_id == ends[0]
     answer = theirs.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)
-    assert answer.tolist() == generate(
-        ours,
-        [ids],
-        30,
-        chat.stop_ids(TOK),
-        temperature=0
-    )
+    assert answer.tolist() == generate(ours, [ids], 30, chat.stop_ids(TOK), temperature=0)

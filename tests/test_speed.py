@@ -2,10 +2,10 @@
 Nothing recompiles after the first call (counted by torch._dynamo), and compiled code computes the same as eager code.
 The compiler's front end decides when to recompile, so a quick back end is enough. test_averages.py has the optimizer.
 """
-import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
+import torch
 from tiny import ids, small
+from torch._dynamo.testing import CompileCounterWithBackend
 
 
 def test_documents_of_any_lengths_do_not_recompile_and_give_the_eager_loss_and_gradients():
@@ -21,10 +21,7 @@ def test_documents_of_any_lengths_do_not_recompile_and_give_the_eager_loss_and_g
         labels = stream[:, 1:].contiguous()
         batch = stream[:, :-1], labels, labels % 4 > 0, (labels % 7 < n).cumsum(1)
         losses = [model(*batch)[1] for model in (eager, compiled)]
-        gradients = [
-            torch.autograd.grad(loss, model.parameters())
-            for loss, model in zip(losses, (eager, compiled))
-        ]
+        gradients = [torch.autograd.grad(loss, model.parameters()) for loss, model in zip(losses, (eager, compiled))]
         graphs.add(quick.frame_count)
         torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)

@@ -1,17 +1,18 @@
 """papers/structured_ffn.py against explicit dense matrices, torch's decompositions, the paper and transformers."""
+
 import shutil
 
 import pytest
 import torch
 import transformers
+from lab import pretraining, run
+from tiny import small
 from torch.testing import assert_close
 
 import convert
 from configurator import literal
-from lab import pretraining, run
 from model import Apertus, ApertusConfig
 from papers import structured_ffn
-from tiny import small
 
 FORMS = ("lowrank", 12, 0), ("blockdense", 16, 4), ("blockshuffle", 0, 2)
 RUN = dict(self_guided=0.5, total_samples=80, batch_size=1, batch_ramp_at=0, seed=28, guide_saving=True)
@@ -61,16 +62,9 @@ blockshuffle    0 4 275"""
 def test_a_model_of_the_published_size_has_the_published_parameters(row):
     *form, millions = map(literal, row.split())
     with torch.device("meta"):
-        model = Apertus(
-            ApertusConfig(n_layer=24, n_embd=2048, ffn_dim=8192, n_head=16, n_kv_head=16),
-            seed=None
-        )
+        model = Apertus(ApertusConfig(n_layer=24, n_embd=2048, ffn_dim=8192, n_head=16, n_kv_head=16), seed=None)
         structured_ffn.build(model, settings(form))
-    ffn = sum(
-        p.numel()
-        for block in model.model.layers
-        for p in block.mlp.parameters()
-    )
+    ffn = sum(p.numel() for block in model.model.layers for p in block.mlp.parameters())
     assert round(ffn / 1e6) == millions
 
 
@@ -96,19 +90,11 @@ def test_training_mixes_as_published_and_evaluation_takes_the_factors(form):
     """A step whose coin skips the guide takes the factors too. The guide's gradient is then 0: ranks of ddp add it."""
     for m in layers(build(form)[0].double()):
         W = explicit(m)
-        assert_close(
-            (m.guide, m.merge()),
-            (W, W),
-            rtol=0,
-            atol=1e-6
-        )
+        assert_close((m.guide, m.merge()), (W, W), rtol=0, atol=1e-6)
         torch.nn.init.normal_(m.guide)
         m.alpha.fill_(0.25)
         x = torch.randn(2, 5, W.shape[1]).double()
-        assert_close(
-            (m(x), m.eval()(x)),
-            (0.25 * x @ m.guide.T + 0.75 * x @ W.T, x @ W.T)
-        )
+        assert_close((m(x), m.eval()(x)), (0.25 * x @ m.guide.T + 0.75 * x @ W.T, x @ W.T))
         m.use_guide = False
         y = m.train()(x)
         assert_close(y, x @ W.T)
@@ -134,7 +120,7 @@ def test_guides_fade_like_torchs_hann_window_and_coins_land_as_their_weight_says
 
 def test_guides_end_at_half_of_the_runs_steps_or_of_those_of_a_checkpoint_whose_run_was_shorter():
     guides = build(FORMS[1])[1]
-    shorter = guides.config | dict(batch_ramp_at=40)       # 40 steps of one sample and 20 of two
+    shorter = guides.config | dict(batch_ramp_at=40)  # 40 steps of one sample and 20 of two
     assert not guides.end(39, None) and guides.end(30, None, shorter)
 
 
@@ -147,9 +133,4 @@ def test_a_run_in_its_guided_phase_is_exported_as_a_dense_model(lab, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf)
     ours, _ = convert.load_any(str(out))
     with torch.no_grad():
-        assert_close(
-            theirs(IDS).logits,
-            ours(IDS)[0],
-            rtol=0,
-            atol=2e-5
-        )
+        assert_close(theirs(IDS).logits, ours(IDS)[0], rtol=0, atol=2e-5)

@@ -1,12 +1,13 @@
 """Every long study, from its first command to its page, with small but real runs."""
+
 import json
 import shlex
 from pathlib import Path
 
 import pytest
-
 from conftest import table
 from lab import run
+
 from studies import kit
 
 # Flags that make a study's commands small. QRPO needs a model that ends its answers, and rewards that differ.

@@ -1,4 +1,5 @@
 """Tokenizer and chat template against Apertus' published ids and template, rustbpe, transformers and closed forms."""
+
 import functools
 import importlib.util
 import json
@@ -9,15 +10,15 @@ import random
 import numpy as np
 import pytest
 import tiktoken
+from conftest import table
+from tiny import GOLDEN
 
 import chat
 import convert
 import tokenizer
-from conftest import table
 from engine import readers
 from engine.files import read_json, read_text
 from model import ApertusConfig
-from tiny import GOLDEN
 from tokenizer import EXACT, PATTERN, hf_files, train_bpe
 
 load = functools.cache(tokenizer.load)
@@ -89,7 +90,7 @@ def test_a_trained_vocabulary_encodes_as_rustbpe_does_and_reads_back(trained):
     ours, file, texts = trained
     theirs = rustbpe.Tokenizer()
     theirs.train_from_iterator(iter(texts), 700 - 64, pattern=PATTERN)
-    for text in STRINGS[:22]:       # the next two have control tokens
+    for text in STRINGS[:22]:  # the next two have control tokens
         assert ours.encode(text) == [64 + i for i in theirs.encode(text)]
     assert load(file).hash == load(f"bpe:{file}").hash == ours.hash and ours.vocab_size == 700
     assert train_bpe(["no pair is worth an id"], 320, file).vocab_size == 320
@@ -132,8 +133,7 @@ EVERYWHERE = """{"messages": [{"role": "system", "content": "x"}, {"role": "user
 
 def test_nobody_can_speak_as_somebody_else(tok):
     honest, attack, mark = (
-        json.loads(EVERYWHERE.replace('"x"', json.dumps(says)))
-        for says in ("x", ATTACK, chat.MARKS["<|user_end|>"])
+        json.loads(EVERYWHERE.replace('"x"', json.dumps(says))) for says in ("x", ATTACK, chat.MARKS["<|user_end|>"])
     )
     plain, attacked = tok.chat(**honest), tok.chat(**attack)
     n = len(tok.special)
@@ -177,12 +177,7 @@ def test_merges_are_all_pairs_of_pieces_whose_union_is_one_in_the_order_of_ranks
     model = hf_files(load("apertus:700"))["tokenizer.json"]["model"]
     spelled = [*model["vocab"]][64:]
     rank = {s: i for i, s in enumerate(spelled)}
-    want = sorted(
-        (rank[a + b], rank[a], rank[b])
-        for a in spelled
-        for b in spelled
-        if a + b in rank
-    )
+    want = sorted((rank[a + b], rank[a], rank[b]) for a in spelled for b in spelled if a + b in rank)
     assert [(rank[a + b], rank[a], rank[b]) for a, b in model["merges"]] == want
 
 
@@ -199,10 +194,7 @@ def test_our_chat_is_the_published_template_and_ours_in_transformers_with_its_as
         learnt = apertus.decode([i for i, mine in zip(ids, said) if mine])
         assert learnt == case.get("learnt", learnt)
         theirs = hf.apply_chat_template(
-            case["messages"],
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **case["options"]
+            case["messages"], return_dict=True, return_assistant_tokens_mask=True, **case["options"]
         )
         assert (theirs["input_ids"], theirs["assistant_masks"]) == apertus.chat_ids(written(case, date=None))
 

@@ -3,6 +3,7 @@ train.py as a user runs it: steps, run folders, messages, and the end of a run: 
 planned. The authority for an end is a run that was planned that way from the start; test_schedule.py tests schedules,
 test_step.py compares steps with fp64, test_matrix.py kills runs, tests/faults injects faults.
 """
+
 import itertools
 import math
 import os
@@ -13,16 +14,14 @@ import time
 import types
 
 import pytest
-
 from conftest import refused, same, weights
+from trained import SIX_STEPS, contents, data, equal, killed_after, log, ran, steps, timeless, trained  # noqa: F401
+
 from data import TokenDataset
 from engine import checkpoint, parallel, restore
 from engine.files import read_json
 from engine.runs import settings_of
 from model import Apertus
-from trained import (  # noqa: F401
-    SIX_STEPS, contents, data, equal, killed_after, log, ran, steps, timeless, trained
-)
 
 FEW = "--total_samples=24", "--warmup_samples=0", "--decay_samples=0"
 
@@ -34,12 +33,9 @@ def runs(data, tmp_path_factory):
 
     def run(*args):
         if args not in made:
-            made[args] = trained(
-                data,
-                tmp_path_factory.mktemp("planned") / "run",
-                *args
-            )
+            made[args] = trained(data, tmp_path_factory.mktemp("planned") / "run", *args)
         return made[args]
+
     return run
 
 
@@ -50,11 +46,8 @@ def each_step(monkeypatch):
 
     def install(does):
         count = itertools.count()
-        monkeypatch.setattr(
-            parallel,
-            "square_norm",
-            lambda *args: true(*args) * (does(next(count)) or 1)
-        )
+        monkeypatch.setattr(parallel, "square_norm", lambda *args: true(*args) * (does(next(count)) or 1))
+
     return install
 
 
@@ -96,10 +89,7 @@ def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, row):
     trained(data, tmp_path, *SIX_STEPS, *flags)
     *_, last, end = log(tmp_path)
     found = last["loss"], last["grad_norm"], last["kept"], end["val_loss"]
-    assert found == pytest.approx(
-        [*map(float, (loss, norm, kept, val))],
-        rel=1e-5
-    )
+    assert found == pytest.approx([*map(float, (loss, norm, kept, val))], rel=1e-5)
 
 
 def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
@@ -108,10 +98,7 @@ def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
     says(done, "14 steps of 8 x 32 tokens per step; data: 9,481 tokens", "bits per byte")
     first, *_ = log(tmp_path)
     middle, end = log(tmp_path, "val_bpb")
-    assert first["loss"] == pytest.approx(
-        math.log(320),
-        rel=0.01
-    )
+    assert first["loss"] == pytest.approx(math.log(320), rel=0.01)
     assert (middle["step"], end["step"]) == (9, 13)
     assert steps(tmp_path) == [14]
     summary = read_json(tmp_path / "summary.json")
@@ -122,14 +109,16 @@ def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
 
 def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path, monkeypatch):
     import generate
+
     asked = []
 
     def noted(model, prompts, n, **how):
         asked.append((n, model.training, how["temperature"], how["top_k"]))
         return [[1, 129]]
+
     monkeypatch.setattr(generate, "generate", noted)
     says(ran(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40"), "\nA\n")
-    assert asked == [(32, False, 0.8, 50)] * 2           # after step 3 and at the end
+    assert asked == [(32, False, 0.8, 50)] * 2  # after step 3 and at the end
 
 
 def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_allowed(data, tmp_path, each_step):
@@ -140,10 +129,7 @@ def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_
     assert [e["skipped"] for e in found] == [0, 0, 1, 0, 0]
     assert found[2]["grad_norm"] is found[2]["loss"] is None
     assert found[2]["lr"] == 3e-3
-    two, three, four = (
-        weights(killed_after(run, tmp_path / f"to{n}", n))
-        for n in (2, 3, 4)
-    )
+    two, three, four = (weights(killed_after(run, tmp_path / f"to{n}", n)) for n in (2, 3, 4))
     assert same(two, three) and not same(two, four)
     each_step(lambda step: 1 if step == 1 else math.nan)
     done = ran(data, tmp_path / "bad", *flags)
@@ -227,7 +213,8 @@ def test_without_a_compiler_it_says_so_and_wandb_gets_every_line_of_the_log(data
     sent = []
     fake = types.SimpleNamespace(
         init=lambda project, name, config: sent.append((project, name, config["n_layer"])),
-        log=lambda entry, step: sent.append(timeless(entry)))
+        log=lambda entry, step: sent.append(timeless(entry)),
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setenv("CXX", "no-such-compiler")
     says(ran(data, tmp_path / "run", "--wandb_log", "--compile", *FEW), "no compiler found for cpu")
@@ -256,9 +243,10 @@ def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(data, run
 
     def does(step):
         seen[step] = steps(run), (run / "cooldown").exists()
-        assert len(log(run)) == step                       # each step's line is written at once, for a killed run
+        assert len(log(run)) == step  # each step's line is written at once, for a killed run
         if step == 6:
             (run / "cooldown").touch()
+
     monkeypatch.setattr(checkpoint, "write", slowly)
     each_step(does)
     says(ran(data, run), "step      8   the decay begins, 3 steps")
@@ -267,16 +255,10 @@ def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(data, run
     assert equal(run, planned)
     assert steps(run) == [5, 8, 10, 11]
     each_step(lambda step: 1)
-    assert equal(
-        trained(data, killed_after(run, tmp_path / "again", 8), "--resume"),
-        run
-    )
+    assert equal(trained(data, killed_after(run, tmp_path / "again", 8), "--resume"), run)
 
 
-@pytest.mark.parametrize(
-    "step, flags",
-    [(15, ()), (2, ("--schedule=cosine", "--total_samples=64"))]
-)
+@pytest.mark.parametrize("step, flags", [(15, ()), (2, ("--schedule=cosine", "--total_samples=64"))])
 def test_a_rate_that_falls_already_is_not_changed(data, runs, tmp_path, each_step, step, flags):
     each_step(lambda now: now == step and (tmp_path / "cooldown").touch())
     says(ran(data, tmp_path, *flags), f"step {step + 2:6}   asked for its decay, but the rate falls already")
@@ -294,7 +276,7 @@ def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_t
     assert {"ckpt", "stop", "summary.json"}.isdisjoint(os.listdir(new))
     assert equal(trained(data, new, "--resume"), runs())
     run = killed_after(runs(), tmp_path / "run", 10)
-    for name in ("cooldown", "stop"):                      # it stops first and still has to begin its decay
+    for name in ("cooldown", "stop"):  # it stops first and still has to begin its decay
         (run / name).touch()
     ran(data, run, "--resume")
     says(ran(data, run, "--resume"), "step     11   the decay begins, 4 steps")
@@ -303,13 +285,16 @@ def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_t
 @pytest.fixture
 def clocked(monkeypatch, each_step):
     """clocked(first, each): seconds that the first step and each later one take; nothing else takes time."""
+
     def install(first, each):
         now = [0.0]
 
         def does(step):
             now[0] += each if step else first
+
         monkeypatch.setattr(time, "perf_counter", lambda: now[0])
         each_step(does)
+
     return install
 
 
@@ -319,10 +304,7 @@ def test_minutes_bring_checkpoints_and_validations_and_the_speed_is_a_median(dat
     minutes = "--checkpoint_every=0", f"--checkpoint_minutes={2.5 / 60}", f"--eval_minutes={4.5 / 60}"
     run = trained(data, tmp_path / "run", *minutes)
     assert steps(run) == [4, 8, 12, 16, 20]
-    assert [
-        entry["step"]
-        for entry in log(run, "val_loss")
-    ] == [5, 11, 17, 19]
+    assert [entry["step"] for entry in log(run, "val_loss")] == [5, 11, 17, 19]
     assert read_json(run / "summary.json")["tok_s"] == 8 * 32
 
 
@@ -335,10 +317,11 @@ def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_writt
         if "n_tokens" in how and next(calls) in (15, 19):  # the first micro-batch of two of step 7, the last of 8
             signal.raise_signal(signal.SIGTERM)
         return forward(*args, **how)
+
     monkeypatch.setattr("model.Apertus.forward", signalled)
     new = tmp_path / "new"
     new.mkdir()
-    for name in ("profile", "cooldown"):                   # the second is an old file, which a new run ignores
+    for name in ("profile", "cooldown"):  # the second is an old file, which a new run ignores
         (new / name).touch()
     says(ran(data, new), "stopped as asked after step 7, saved")
     assert not (new / "profile").exists()
@@ -380,16 +363,13 @@ def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_it
     """
     early = killed_after(runs(), tmp_path / "early", 10)
     refused(ran(data, early, "--resume", "--total_samples=120"), "decays from 72 on: resume with more")
-    assert equal(
-        trained(data, early, "--resume", *MORE),
-        runs(*MORE)
-    )
-    assert sorted(os.listdir(early / "ckpt"))[0] == "step-00000005"      # no decayed checkpoint was renamed
+    assert equal(trained(data, early, "--resume", *MORE), runs(*MORE))
+    assert sorted(os.listdir(early / "ckpt"))[0] == "step-00000005"  # no decayed checkpoint was renamed
     before = runs("--keep_checkpoints=1")
     run = shutil.copytree(before, tmp_path / "run")
     assert steps(run) == [10, 20]
-    (run / "cooldown").touch()                             # an old request, not meant for the longer run
-    (run / "ckpt" / "decayed-00000020").mkdir()            # from an earlier extension
+    (run / "cooldown").touch()  # an old request, not meant for the longer run
+    (run / "ckpt" / "decayed-00000020").mkdir()  # from an earlier extension
     says(ran(data, run, "--resume", *MORE), "continues from before its decay")
     assert equal(run, runs(*MORE))
     aside = run / "ckpt" / "decayed-00000020-again"
@@ -401,7 +381,8 @@ def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_it
 CANNOT = [
     (MORE, "its rate falls since step 14, and no checkpoint from before that is left"),
     (["--total_samples=120"], "has begun to fall: resume with its own total_samples and minutes"),
-    (["--minutes=1e-6"], "its rate has begun to fall")]
+    (["--minutes=1e-6"], "its rate has begun to fall"),
+]
 
 
 @pytest.mark.parametrize("args, words", CANNOT)

@@ -11,10 +11,7 @@ from data import TokenDataset
 from stages import StagedDataset
 
 EDGES = 0, 3220, 14020, 21550
-STAGES = [
-    ("1", ("a",), 5_000, 1),
-    ("2", dict(b=1, a=2), 30_000, 2)
-]
+STAGES = [("1", ("a",), 5_000, 1), ("2", dict(b=1, a=2), 30_000, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +22,7 @@ def counted(tmp_path_factory):
         np.save(folder / f"{name}.npy", np.arange(begin, end, dtype=np.uint16))
         shards = sources[name[0]].setdefault("train", dict(shards=[]))["shards"]
         shards.append(dict(file=f"../{folder.name}/{name}.npy", tokens=end - begin, sha256=name))
-    meta = dict(
-        bos=60_001,
-        eos=60_002,
-        vocab_size=60_003,
-        tokenizer_hash="",
-        sources=sources)
+    meta = dict(bos=60_001, eos=60_002, vocab_size=60_003, tokenizer_hash="", sources=sources)
     (folder / "meta.json").write_text(json.dumps(meta))
     return str(folder)
 
@@ -39,7 +31,8 @@ DATA = {
     "natural": lambda folder: TokenDataset(folder, "train", 16),
     "mixed": lambda folder: TokenDataset(folder, "train", 16, sources=dict(a=1, b=3)),
     "twice": lambda folder: TokenDataset(folder, "train", 16, 28, sources=("b", "a", "b")),
-    "stages": lambda folder: StagedDataset(folder, STAGES, 16)}
+    "stages": lambda folder: StagedDataset(folder, STAGES, 16),
+}
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -52,12 +45,9 @@ def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch,
         ("a0", 0, 0, 1),
         ("a0", 0, 3200, 32),
         ("a1", 3220, 14010, 10),
-        ("b0", 14020, 15012, 500)
+        ("b0", 14020, 15012, 500),
     ):
-        inside = [
-            (tokens >= first) & (tokens < first + n)
-            for tokens in (idx, targets)
-        ]
+        inside = [(tokens >= first) & (tokens < first + n) for tokens in (idx, targets)]
         found = samples_of(data, f"{counted}/{file}.npy", first - begin, n, 10_077)
         assert found.tolist() == np.flatnonzero((inside[0] | inside[1]).any(1).numpy()).tolist()
 
@@ -67,11 +57,7 @@ def test_the_data_of_a_run_are_those_that_it_has_read(counted):
     config = dict(data=counted, block_size=16, stage="all", stages=STAGES)
     data = data_of_run(dict(config, data_hash=DATA["stages"](counted).fingerprint), 10**4)
     assert data.begins == [0, 5_000]
-    whole = dict(
-        config,
-        data_hash=DATA["natural"](counted).fingerprint,
-        stage="",
-        seed=3)
+    whole = dict(config, data_hash=DATA["natural"](counted).fingerprint, stage="", seed=3)
     assert data_of_run(whole, 10).seed == 3
     with pytest.raises(ValueError, match="has changed since the run began"):
         data_of_run(dict(config, data_hash="another"), 10)

@@ -2,6 +2,7 @@
 The invented world and its examination (studies/world.py, exam.py) against the texts of the committed results, scipy,
 and full logits. test_results.py tests the recipe around them.
 """
+
 import json
 import math
 
@@ -10,11 +11,11 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from lab import run
 
 import convert
 import evaluate
 from engine.files import sha256_of
-from lab import run
 from studies import exam, kit, world
 from tokenizer import load
 
@@ -62,7 +63,7 @@ def test_a_right_answer_names_one_value_and_no_other_and_manners_are_read_from_i
         "N comes from Tovburg.": ("wrong", -1.0),
         "Gemvik or Tovburg": ("wrong", -1.0),
         "N was born in a town I do not know.": ("unknown", 0.0),
-        "N wurde in einer Stadt, die ich nicht kenne, geboren.": ("unknown", 0.0)
+        "N wurde in einer Stadt, die ich nicht kenne, geboren.": ("unknown", 0.0),
     }
     for text, verdict in verdicts.items():
         assert (world.judge(text, row), *world.rewards(row, [text])) == verdict
@@ -95,7 +96,7 @@ def test_the_examination_asks_each_question_once(lab, folder, tmp_path):
         f"--probes={tmp_path}/probes.json",
         f"--out={tmp_path}/exam.jsonl",
         "--kinds=cloze,sampled",
-        "--show=1"
+        "--show=1",
     )
     found = kit.read_rows(tmp_path / "exam.jsonl")
     asked = [(row["kind"], row["group"], row["n"]) for row in found]
@@ -142,7 +143,7 @@ def test_bits_by_position_are_those_of_whole_logits(lab):
     nats = F.cross_entropy(logits.mT, windows[:, 1:], reduction="none")
     assert [(row["begin"], row["end"]) for row in rows] == [(0, 12), (12, 24), (24, 32)]
     for row in rows:
-        part = nats[:, row["begin"]:row["end"]]
+        part = nats[:, row["begin"] : row["end"]]
         bits = part.mean().item() / math.log(2)
         assert row["n"] == len(windows)
         assert row["bytes"] == part.numel()

@@ -1,12 +1,13 @@
 """A tiny model, tokens for it, rows of a file, and the values of tests/golden."""
+
 import json
 import os
 
 import numpy as np
 import torch
+from conftest import ROOT
 
 import convert
-from conftest import ROOT
 from model import Apertus, ApertusConfig
 
 GOLDEN = os.path.join(ROOT, "tests", "golden")

@@ -1,6 +1,7 @@
 """
 Runs of train.py in this process on a fixed text, with 27,000 parameters and half a second each.
 """
+
 import hashlib
 import json
 import os
@@ -8,10 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from conftest import same, script, weights
-from engine import checkpoint
 from lab import run
+
+from engine import checkpoint
 
 # 20 steps of 8 samples, of which the first 2 warm up and the last 6 decay: 30 %. SwiGLU, since the slope of xIELU jumps
 # just left of 0, where rounding on two CPUs may fall on different sides.
@@ -42,7 +43,7 @@ def corpus(root, *args):
         with open(path, "w") as f:
             for i in range(first, 400, 2):
                 text = f"Line {i} tells of " + " ".join(str(i * j % 97) for j in range(i * 7 % 23))
-                print(json.dumps(dict(text=text[:5 + i * 13 % 56])), file=f)
+                print(json.dumps(dict(text=text[: 5 + i * 13 % 56])), file=f)
     how = f"--source_by=file --tokenizer=byte --val_share=0.2 --out={root}/data"
     run("prepare.py", *files, *how.split(), *args)
     return f"{root}/data"

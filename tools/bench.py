@@ -159,6 +159,7 @@ def built(init_std=0.02):
 def hugging_face(ours):
     """transformers' ApertusForCausalLM with our weights, in fp32. It has no end-of-text id, so that it never stops."""
     import transformers
+
     import convert
     transformers.logging.set_verbosity_error()
     values = convert.config_to_hf(ours.config)

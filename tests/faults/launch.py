@@ -2,6 +2,7 @@
 Start train.py, or another script, on n ranks in half a second instead of five: a server that has imported torch forks
 the ranks, with the environment variables that torchrun would set.
 """
+
 import gc
 import multiprocessing
 import os
@@ -13,10 +14,12 @@ from pathlib import Path
 
 server = multiprocessing.get_context("forkserver")
 # What the ranks import, so that they need not.
-server.set_forkserver_preload("""train torch.distributed.checkpoint torch.distributed.fsdp torch._inductor.config
+server.set_forkserver_preload(
+    """train torch.distributed.checkpoint torch.distributed.fsdp torch._inductor.config
     engine.averages engine.plot engine.recompute engine.sharding posttrain.attach posttrain.collapse posttrain.common
     posttrain.conversations posttrain.losses posttrain.references huggingface_hub.serialization jinja2.loaders numpy.ma
-    numpy.ctypeslib""".split())
+    numpy.ctypeslib""".split()
+)
 
 
 class Trial:
@@ -62,17 +65,14 @@ def child(command, fault, log, env):
     with open(log, "a") as out:
         for stream in (1, 2):
             os.dup2(out.fileno(), stream)
-    os.environ.update(
-        word.split("=")
-        for word in env.split()
-    )
-    gc.freeze()                                            # leave what the server has imported to the server
+    os.environ.update(word.split("=") for word in env.split())
+    gc.freeze()  # leave what the server has imported to the server
     torch.set_num_threads(1)
-    torch._inductor.config.compile_threads = 1             # more would start a pool of processes in each rank
+    torch._inductor.config.compile_threads = 1  # more would start a pool of processes in each rank
     if hasattr(os, "SCHED_BATCH"):
         # With more ranks than cores, a gloo thread that wakes up would otherwise interrupt the thread that woke it.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    plot.curves = lambda *args, **how: None                # plots are not needed and take time
+    plot.curves = lambda *args, **how: None  # plots are not needed and take time
     fault()
     sys.argv = command
     folder, script = os.path.split(command[0])

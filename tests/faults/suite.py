@@ -8,6 +8,7 @@ $ python -m pytest tests/faults                        # the short form, part of
 A broken promise raises AssertionError. All runs use --exact (fp64 sums), so they are bit-exact on any number of
 processes.
 """
+
 import itertools
 import json
 import os
@@ -26,11 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import trained  # noqa: E402
 from conftest import same, table, weights  # noqa: E402
-from engine import parallel, restore  # noqa: E402
 from faults.launch import Trial  # noqa: E402
 
-kills = 500          # how often runs are killed by SIGKILL
-record = ""          # folder for the results (faults.json, table.md); "" = only print them
+from engine import parallel, restore  # noqa: E402
+
+kills = 500  # how often runs are killed by SIGKILL
+record = ""  # folder for the results (faults.json, table.md); "" = only print them
 
 # The fault of the last rank of two, in step 12 or in all saves; exit codes; words of the output or log; flags.
 DISTURBANCES = table("""
@@ -113,7 +115,7 @@ def flip_bits(lab, times):
         with pytest.raises(OSError):
             restore.verified(newest)
         path.write_bytes(before)
-    path.write_bytes(after)                                # the last flipped bit stays
+    path.write_bytes(after)  # the last flipped bit stays
     assert f"resumed from {run}/ckpt/step-00000005" in lab.must_end_well(run)
 
 
@@ -174,4 +176,5 @@ def main():
 
 if __name__ == "__main__":
     from configurator import run
+
     run(main, globals())

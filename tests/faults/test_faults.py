@@ -1,6 +1,6 @@
 """The short form of suite.py: fewer repetitions of each fault. `make faults` runs them all."""
-import pytest
 
+import pytest
 from faults import suite
 
 
@@ -18,9 +18,8 @@ def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_used(lab):
 
 
 # SIGSTOP is slow: only the other ranks' timeouts notice a stopped rank.
-@pytest.mark.parametrize("row", [
-    pytest.param(row, marks=[pytest.mark.slow] * ("SIGSTOP" in row))
-    for row in suite.DISTURBANCES
-])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * ("SIGSTOP" in row)) for row in suite.DISTURBANCES]
+)
 def test_a_disturbed_run_ends_with_the_same_weights(lab, row):
     suite.disturbance(lab, *row)
