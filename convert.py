@@ -43,9 +43,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from chat import stop_ids
-from configurator import attached, checked, run
+from configurator import checked, run
 from engine import restore
-from engine.attention import attend_on
 from engine.files import flush, make_folder, read_json, write_json
 from engine.readers import in_one_line
 from engine.runs import settings_of
@@ -273,6 +272,11 @@ def unfilled(shape):
         return Apertus(shape, seed=None)
 
 
+def published(model):
+    """{published name: parameter} of a model, adapters left out. (LoRALinear holds its matrix as `base`.)"""
+    return {name.replace(".base.", "."): p for name, p in model.named_parameters() if ".lora_" not in name}
+
+
 def stored(path, model):
     """
     (names, read) of the weights of a model at a path of weights_in(): a checkpoint, or safetensors under the published
@@ -283,7 +287,7 @@ def stored(path, model):
     """
     import torch.distributed.checkpoint as dcp
 
-    own = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+    own = published(model)
     keys = {name: f"model/{name}" for name in own}
     of_run = os.path.isfile(f"{path}/manifest.json")
     reader, saved = restore.reader_for(path, {keys[name]: p for name, p in own.items()} if of_run else {})
@@ -328,9 +332,9 @@ def stored(path, model):
 @torch.no_grad()
 def fill(model, path):
     """Read the weights of a model, whole or in shards, except adapters. path: as start_of() returns it."""
-    names, read = stored(path, model)
-    for name in names:
-        read(name, into=model.get_parameter(name))
+    _, read = stored(path, model)
+    for name, p in published(model).items():
+        read(name, into=p)
 
 
 def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
@@ -344,12 +348,15 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
     folder = local(path_or_repo)
     path, settings = weights_in(folder), settings_of(folder)
     model = unfilled(shape_in(folder))
-    structured = attached("papers.structured_ffn") if settings.get("ffn", "dense") != "dense" else None
+    structured = settings.get("ffn", "dense") != "dense"
     if structured:
+        from papers.structured_ffn import drop_guides, restore as with_structured_layers
         with torch.device("meta"):
-            structured.restore(model, settings, restore.read_manifest(path)["step"])
-    quantised = attached("posttrain.quantised") if base else None
-    matrices = quantised.matrices(model) if base else ()
+            with_structured_layers(model, settings, restore.read_manifest(path)["step"])
+    matrices = ()
+    if base:
+        from posttrain import quantised
+        matrices = quantised.matrices(model)
     names, read = stored(path, model)
     for name in names:
         owner, _, leaf = name.rpartition(".")
@@ -360,8 +367,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
     if model.config.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     if structured:
-        structured.drop_guides(model)
-    attend_on(model, device)
+        drop_guides(model)
     return model.requires_grad_(not base)
 
 
@@ -372,7 +378,8 @@ def load_any(name, device="cpu", dtype=None, base=""):
     weights than their model has today.
     """
     folder = local(name)
-    lora = attached("posttrain.lora")
+    from posttrain import lora
+
     with in_one_line(folder, ValueError, OSError, torch.OutOfMemoryError):
         if has_adapter(folder):
             _, start = lora.read_settings(folder)
@@ -422,7 +429,7 @@ def fingerprint(model):
             continue                                       # a tied head is the embedding, which counts once
         for leaf, p in own.items():
             p = p.full_tensor() if hasattr(p, "full_tensor") else p     # shards are gathered, one tensor at a time
-            digest.update(f"{path}.{leaf}".encode())
+            digest.update(f"{path.removesuffix('.base')}.{leaf}".encode())
             digest.update(p.detach().flatten()[:64].bfloat16().float().cpu().numpy())
     return digest.hexdigest()
 
@@ -463,6 +470,11 @@ def describe(folder, settings, shape, tok):
             os.remove(f"{folder}/{file}")
     for file, content in files.items():
         write_json(f"{folder}/{file}", content)
+
+
+def describe_run(folder, settings, shape, data):
+    """describe() with the vocabulary of a data folder."""
+    describe(folder, settings, shape, load_for(data))
 
 
 def complete(folder):
@@ -526,8 +538,11 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     files = texts(config_to_hf(model.config, str(numbers)[6:]), tokenizer)
     tensors = dict(model.named_parameters())
     if merge:
-        attached("posttrain.lora").merge(model, numbers)
-        tensors = dict(attached("papers.structured_ffn").dense_parameters(model))
+        from papers.structured_ffn import dense_parameters
+        from posttrain.lora import merge as merge_adapters
+
+        merge_adapters(model, numbers)
+        tensors = dict(dense_parameters(model))
     whole = unfilled(model.config)
     if tensors.keys() != dict(whole.named_parameters()).keys():
         raise ValueError("an export holds a whole model: --merge adds the adapters to its matrices, "
@@ -569,7 +584,8 @@ def main():
     model, tok = load_any(load)
     print(f"{load}: {model.num_params():,} parameters; {model.config}")
     if trace:
-        attached("studies.trace").trace(model, tok, trace)
+        from studies.trace import trace as trace_modules
+        trace_modules(model, tok, trace)
     if save:
         save_hf(model, save, tok, dtype, merge=merge)
         print(f"wrote {save}: transformers.AutoModelForCausalLM.from_pretrained({save!r}) reads it")

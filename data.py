@@ -19,8 +19,11 @@ $ python data.py data/edu data/german --join=data/both    # a folder with the so
 
 import functools
 import hashlib
+import itertools
 import os
 from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -150,8 +153,28 @@ def read_meta(folder):
     return meta
 
 
+def special_ids(folder):
+    """The ids of the control tokens of a data folder's vocabulary."""
+    from tokenizer import load_for  # here, since training itself needs no tokenizer
+
+    return (*load_for(folder).special.values(),)
+
+
 # -----------------------------------------------------------------------------
 # Samples
+
+
+class Batch(NamedTuple):
+    """Windows, each (n, T): inputs and targets, int64; keep, bool: which targets have a loss; doc: document numbers."""
+    idx: torch.Tensor
+    targets: torch.Tensor
+    keep: torch.Tensor
+    doc: torch.Tensor
+
+    def split(self, rows, device):
+        """The batch on a device, as a list of batches of `rows` windows."""
+        # Copied once a step, since a GPU finishes all queued kernels before each copy from pageable memory.
+        return [Batch(*part) for part in zip(*(t.to(device).split(rows) for t in self))]
 
 
 class TokenDataset:
@@ -275,7 +298,7 @@ class TokenDataset:
         doc = (idx == self.meta["bos"]).cumsum(1)
         if self.goldfish[0]:
             keep &= goldfish_mask(targets, *self.goldfish, ids[:, : self.n_context], self.exempt)
-        return idx, targets, keep, doc
+        return Batch(idx, targets, keep, doc)
 
     def bits_per_byte(self, nats_per_token):
         """
@@ -287,6 +310,21 @@ class TokenDataset:
         n_predicted = sum(part["tokens"] - part["documents"] for part in self.parts)
         n_bytes = sum(part["bytes"] for part in self.parts)
         return nats_per_token / np.log(2) * n_predicted / n_bytes
+
+
+def ahead(fetch, step):
+    """
+    Yield fetch(step), fetch(step + 1), ...: a thread fetches the next one while the caller works on this one.
+
+    The thread has one OpenMP thread: a second pool would make libgomp count more threads than cores, and those of the
+    training step would then sleep at every barrier instead of spinning.
+    """
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
+        coming = thread.submit(fetch, step)
+        for step in itertools.count(step + 1):
+            batch = coming.result()
+            coming = thread.submit(fetch, step)
+            yield batch
 
 
 # -----------------------------------------------------------------------------
@@ -324,6 +362,6 @@ def started_stages(fingerprint, samples):
 
 
 if __name__ == "__main__":
-    from configurator import attached
+    from corpus.join import start
 
-    attached("corpus.join").start()
+    start()

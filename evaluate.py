@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from chat import stop_ids
-from configurator import attached, run
+from configurator import run
 from data import TokenDataset
 from engine import readers
 from engine.files import make_folder, read_json, write_json
@@ -81,7 +81,7 @@ def token_nats(model, windows):
     found = []
     for i in tqdm(range(0, len(windows), size), "scoring", disable=None):
         idx, targets = laid_out(windows[i:i + size], model.lm_head.weight.device)
-        _, nll = model(idx, targets, per_token=True)       # (B, T)
+        nll = model.nll(idx, targets)                      # (B, T)
         found += [row[scored].cpu().double().numpy() for row, scored in zip(nll, targets >= 0)]
     return found
 
@@ -438,9 +438,10 @@ def main():
     if by_position:
         rows += position_scores(model, tok, documents, T, by_position)
     if lookup:
+        from studies.length import lookup_scores
         rows += [found | dict(name=f"{found['distance']:,} tokens back", metric="colours looked up", chance=0.1,
                               score=found["right"] / found["n"])
-                 for found in attached("studies.length").lookup_scores(model, tok, T, lookup)]
+                 for found in lookup_scores(model, tok, T, lookup)]
     if harness:
         rows += harness_scores(model, tok)
     if not rows:

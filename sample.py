@@ -13,9 +13,9 @@ import torch
 
 import tokenizer
 from chat import stop_ids
-from configurator import attached
 from engine.decoding import lay_out_for_decoding
 from engine.files import read_text
+from engine.parallel import drop_gathered
 from generate import generate, stream
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
@@ -48,7 +48,8 @@ def main():
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
     how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
     if chat:
-        return attached("posttrain.talk").converse(model, tok, how, system, tools, thinking, max_new_tokens)
+        from posttrain.talk import converse
+        return converse(model, tok, how, system, tools, thinking, max_new_tokens)
 
     text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
     prompt = [tok.bos, *tok.encode(text)]
@@ -63,25 +64,26 @@ def main():
         print("\n" + "-" * 40 if num_samples > 1 else "")
 
 
-def sample_of(run, data, seed):
+def sample_of(model, device, data, seed):
     """
-    A short text by run.model while train.py trains it. data: the data folder of the run. Eager, because the cached
+    A short text by a model while train.py trains it. data: the data folder of the run. Eager, because the cached
     decoding step has shapes that training has not compiled. By top_k, since the sums of top_p have no deterministic
     form on a GPU, where --exact would raise an error.
     """
     tok = tokenizer.load_for(data)
-    generator = torch.Generator(run.device).manual_seed(seed)
-    run.model.eval()
+    generator = torch.Generator(device).manual_seed(seed)
+    model.eval()
     with torch.compiler.set_stance("force_eager"):
         ids = generate(
-            run.model,
+            model,
             [[tok.bos]],
-            min(120, run.shape.block_size),
+            min(120, model.config.block_size),
             temperature=0.8,
             top_k=50,
             generator=generator)
-    run.model.train()
-    return tok.decode(ids[0][1:])
+    model.train()
+    drop_gathered(model)
+    return tok.decode(ids[0][1:]) + "\n"
 
 
 if __name__ == "__main__":

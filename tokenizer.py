@@ -39,7 +39,7 @@ import re
 import numpy as np
 import tiktoken
 
-from configurator import ROOT, attached, run
+from configurator import ROOT, run
 from engine.files import read_json, read_text, write_json
 
 name = "apertus"    # the vocabulary: one of the above, or a data or run folder that has one
@@ -175,7 +175,9 @@ class Tokenizer:
 
     def chat(self, messages, *args, **options):
         """The ids of a conversation as the model reads it, with one <s>. Arguments, errors: chat.marked."""
-        return self.chat_ids(attached("chat").marked(messages, *args, system=self.system, **options))[0]
+        from chat import marked
+
+        return self.chat_ids(marked(messages, *args, system=self.system, **options))[0]
 
     def chat_ids(self, text):
         """
@@ -184,7 +186,8 @@ class Tokenizer:
         The text between two control tokens is encoded in one piece, as by the published tokenizer, even if the speaker
         changes in it: a token across that border belongs to the speaker who begins it.
         """
-        chat = attached("chat")
+        import chat
+
         if OUTPUT in self.special and chat.MARKS["<|tools_prefix|>"] in text:
             raise ValueError(f"{self.name} is of Apertus 1.5: its format for calls of tools is not that of 1.0")
         ids, said = [], []

@@ -19,7 +19,7 @@ warmup_samples = 504 * 2000
 decay_samples = 504 * 9688        # the last fifth
 
 lr = 1.5e-4                       # half of the cosine baseline's, by the report's rule of thumb for WSD
-lr_floor = 1.5e-5
+min_lr = 1.5e-5
 grad_clip = 0.1
 alpha_warmup = 48_441
 beta3_warmup = 48_441

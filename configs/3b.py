@@ -17,7 +17,7 @@ warmup_samples = 512 * 2000
 decay_samples = 512 * 9536
 
 lr = 1.5e-4
-lr_floor = 1.5e-5
+min_lr = 1.5e-5
 alpha_warmup = 47_684
 beta3_warmup = 47_684
 

@@ -14,7 +14,7 @@ batch_ramp_at = 1_072_164_864     # then 4096: after 4.39T tokens, step 523,518
 micro_batch = 1
 
 lr = 1e-5                         # the report's own retrospective (sec. 2.6): probably too low for this size
-lr_floor = 1e-6
+min_lr = 1e-6
 checkpoint_every = 250
 
 # Stages end after 5,165B, 8,845B, 12,209B, 13,431B and 15,000B tokens; the last one is the cooldown.

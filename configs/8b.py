@@ -14,7 +14,7 @@ batch_ramp_at = 1_718_272_000     # then 2048: after 7.04T tokens, step 1,678,00
 micro_batch = 4
 
 lr = 1.1e-4
-lr_floor = 1.1e-5
+min_lr = 1.1e-5
 checkpoint_every = 2000
 
 # Stages end after 7,038B, 12,000B, 13,345B and 15,000B tokens; the last one is the cooldown. Stage 2 was skipped.

@@ -19,7 +19,7 @@
 # Small models did not predict the 8B: over the checkpoints their curves and its own went in opposite directions.
 #
 # To stay closer to the start model, keep the learning rate at the floor of pretraining, as Apertus' own long-context
-# stages did: --lr=1.1e-5 --lr_floor=1.1e-5 and 150 steps of warm-up.
+# stages did: --lr=1.1e-5 --min_lr=1.1e-5 and 150 steps of warm-up.
 #
 # On one GPU: --lora_r=64 --base=bf16 --recompute=full trains adapters alone (posttrain/lora.py). Over billions of
 # tokens they learn less and forget less than all weights do (Biderman et al., arXiv 2405.09673), and need another
@@ -37,7 +37,7 @@ warmup_samples = 409_600          # 400 steps
 decay_samples = 3_942_400         # the last fifth, 3,850 steps
 
 lr = 5.5e-5
-lr_floor = 5.5e-6
+min_lr = 5.5e-6
 betas = (0.9, 0.999, 0.999)
 alpha = 4.0
 alpha_warmup = 19_248             # both grow over the whole run

@@ -34,7 +34,7 @@ decay_samples = 4 * 432      # the last 30 %
 minutes = 5.0
 
 lr = 2e-3                    # after 1.2M tokens 1e-3 reached 1.591, 2e-3 1.573, 3e-3 1.581
-lr_floor = 2e-4
+min_lr = 2e-4
 betas = (0.9, 0.999, 0.99)   # a run of 1,440 steps needs a short memory; 0.9999 averages over 10,000
 alpha = 2.0
 

@@ -21,7 +21,7 @@ warmup_samples = 4 * 100
 decay_samples = 4 * 600
 
 lr = 2e-3                    # at 1e-3 facts are learnt later
-lr_floor = 2e-4
+min_lr = 2e-4
 betas = (0.9, 0.999, 0.99)
 alpha = 2.0
 grad_clip = 1.0              # at Apertus' 0.1 nearly every step is clipped, and 2,000 steps are few

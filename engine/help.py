@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Names that other trainers (nanoGPT, transformers, torchtitan) give our settings.
 OTHERS = """
-learning_rate=lr min_lr=lr_floor warmup=warmup_samples warmup_iters=warmup_samples warmup_steps=warmup_samples
+learning_rate=lr min_lr=min_lr warmup=warmup_samples warmup_iters=warmup_samples warmup_steps=warmup_samples
 decay=decay_samples lr_decay_iters=decay_samples decay_steps=decay_samples batch=batch_size bs=batch_size
 gradient_accumulation_steps=micro_batch micro_batch_size=micro_batch max_norm=grad_clip clip=grad_clip out_dir=out
 output_dir=out dataset=data eval_interval=eval_every eval_iters=eval_windows save_every=checkpoint_every

@@ -88,49 +88,47 @@ def ways_of(node, most, rows):
                    for shards in range(node, most + 1, node) if not most % shards], key=lambda way: way[0] > node)
 
 
-def check_run(run, build, again=False):
+def check_run(model, settings, ranks, device, dtype, window, rows, again=False):
     """
-    Make a step of a run of train.py fit on its device, and print the sum on a GPU. build(run): the model.
+    Make a step fit on its device, and print the sum on a GPU. Returns how many windows are in memory at once.
 
-    If it does not fit as asked, fewer windows are in memory at once (not with --exact); with hsdp and no hsdp_shard,
-    more ranks share a copy. ValueError, with the sum and commands that fit, if that is not enough.
+    model: on the meta device; window: tokens of a window; rows: windows as asked for. If they do not fit, fewer are in
+    memory at once (not with --exact); with hsdp and no hsdp_shard, more ranks share a copy. ValueError, with the sum
+    and commands that fit, if that is not enough.
     again: a second check for windows whose length was unknown before; ranks have met and may hold the model.
     """
-    settings = run.config
-    ranks, device = run.ranks, run.device
     free = has = memory_of(device)
     if not has:
-        return
-    with torch.device("meta"):
-        model = build(run)
+        return rows
     if device.startswith("cuda") and not again:
         # The step can use memory that this process has freed, but not that of a teacher or of other processes. Add the
         # 1 GB that CUDA itself takes in this process, since the sum counts it too.
         torch.cuda.empty_cache()
         free = min(has, torch.cuda.mem_get_info(device)[0] + 1e9)
     # Ranks of one group share each window.
-    tokens = run.val.T * ranks.groups // ranks.size
+    tokens = window * ranks.groups // ranks.size
 
     def takes(shards, **flags):
-        return of_step(model, settings | flags, tokens, run.dtype.itemsize, shards)
+        return of_step(model, settings | flags, tokens, dtype.itemsize, shards)
 
     # Chosen by the device's whole memory, not by the free part, since all ranks must choose the same.
     most = ranks.size if ranks.mode == "hsdp" and not settings["hsdp_shard"] and not again else ranks.shard
-    ways = [way for way in ways_of(ranks.shard, most, run.rows) if way[1] == run.rows or not ranks.exact]
+    ways = [way for way in ways_of(ranks.shard, most, rows) if way[1] == rows or not ranks.exact]
     fits = (way for way in ways if takes(way[0], micro_batch=way[1])["total"] <= has)
-    ranks.shard, run.rows = next(fits, ways[0])
-    settings = settings | dict(micro_batch=run.rows)
+    ranks.shard, rows = next(fits, ways[0])
+    settings = settings | dict(micro_batch=rows)
     kinds = takes(ranks.shard)
     parts = ", ".join(f"{kind} {gb(size)}" for kind, size in kinds.items())
-    line = (f"GB that a step takes, with micro_batch={run.rows} and a copy of the model on {ranks.shard}: {parts}; "
+    line = (f"GB that a step takes, with micro_batch={rows} and a copy of the model on {ranks.shard}: {parts}; "
             f"{device} has {gb(free)} of {gb(has)} free")
     if kinds["total"] > free:
         advice = "; or ".join(commands_that_fit(takes, settings, ranks.shard, free, 12 * (device != "cpu")))
         if settings.get("init_from") and not settings["lora_r"]:
             advice += "; or train adapters, --lora_r=16 --base=bf16"
         raise ValueError(f"{line}: {advice}")
-    if ranks.first and tokens and device.startswith("cuda"):
+    if ranks.is_main and tokens and device.startswith("cuda"):
         print(line)
+    return rows
 
 
 def gb(size):

@@ -87,10 +87,10 @@ class Ranks:
             raise ValueError("exact=True adds gradients in fp64, which FSDP can and DDP cannot: take --parallel=fsdp")
         self.mode = "fsdp" if exact and mode == "none" else mode
         self.exact = exact
-        self.first = self.rank == 0
+        self.is_main = self.rank == 0
         self.sharded = self.mode in ("fsdp", "hsdp")
-        # Which samples this rank reads: part `group` of `groups`. Ranks that share a window are one group.
-        self.group, self.groups = self.rank, self.size
+        # Which samples this rank reads: part `group` of `groups`. P ranks that share a window are one group.
+        self.group, self.groups, self.P = self.rank, self.size, 1
         # How many ranks share one copy of the weights. engine/memory.py may raise it before join().
         self.shard = dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1)
         check_split("hsdp_shard", self.shard, processes=self.size)
@@ -127,7 +127,7 @@ class Ranks:
     def join(self, device, timeout):
         """Meet the other ranks: nccl on CUDA, gloo on CPU. timeout: seconds that a rank waits for another."""
         # How many ranks hold the same gradient.
-        self.copies = self.size // self.shard
+        self.replicas = self.size // self.shard
         kind = torch.device(device).type
         if kind == "cuda":
             torch.cuda.set_device(device)
@@ -144,14 +144,14 @@ class Ranks:
         self.files = dist.new_group(backend="gloo")
         self.talk = dist.new_group(backend="gloo")
         self.device = device
-        shape = (self.copies, self.shard) if self.mode == "hsdp" else (self.size,)
-        self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
+        shape = (self.replicas, self.shard) if self.mode == "hsdp" else (self.size,)
+        self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("replicas", "shards")[-len(shape):])
         if self.exact:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
             torch.set_num_threads(1)                       # two threads split a sum in two, which rounds it differently
             torch.use_deterministic_algorithms(True)
 
-    def add(self, *numbers):
+    def all_reduce(self, *numbers):
         """Sums over ranks, in fp64, of a few numbers or 0-d tensors: the same floats on every rank."""
         total = torch.tensor([float(x) for x in numbers], dtype=torch.float64)
         if self.size > 1:
@@ -159,13 +159,13 @@ class Ranks:
             dist.all_reduce(total)
         return total.tolist()
 
-    def agree(self, flag):
-        """Whether the flag is set on any rank. On the CPU, since a GPU would first finish all queued kernels."""
-        if self.size == 1:
-            return flag
-        flags = torch.tensor(float(flag))
-        dist.all_reduce(flags, group=self.talk)
-        return bool(flags)
+    def any_rank(self, **flags):
+        """{name: whether the flag is set on any rank}. On the CPU, since a GPU would first finish all queued kernels."""
+        if self.size > 1:
+            counts = torch.tensor([float(flag) for flag in flags.values()])
+            dist.all_reduce(counts, group=self.talk)
+            flags = dict(zip(flags, map(bool, counts.tolist())))
+        return flags
 
     def leave(self):
         """Close the connections. Barrier: no rank exits while another still needs it."""
@@ -245,7 +245,7 @@ def add_gradients(model, ranks):
 
 def square_norm(model, ranks):
     """
-    This rank's part of the squared L2 norm of all gradients, as a float. ranks.add() gives the sum.
+    This rank's part of the squared L2 norm of all gradients, as a float. ranks.all_reduce() gives the sum.
 
     Summed in fp64: in fp32 the norms of shards and of whole tensors differ by 2e-6, and so do clipped updates.
     """
@@ -253,7 +253,7 @@ def square_norm(model, ranks):
     # MPS has no fp64.
     dtype = torch.float32 if grads[0].is_mps else torch.float64
     norms = torch.stack(torch._foreach_norm(grads, dtype=dtype))
-    return norms.square().sum().item() / ranks.copies
+    return norms.square().sum().item() / ranks.replicas
 
 
 # -----------------------------------------------------------------------------

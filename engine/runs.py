@@ -33,7 +33,7 @@ def claim(out, resume, ranks):
 
     ValueError: another run writes there, or the folder holds a run and resume is off, or files of another kind.
     """
-    if not ranks.first:
+    if not ranks.is_main:
         return contextlib.nullcontext()
     found = set(os.listdir(out)) if os.path.isdir(out) else set()
     if "meta.json" in found or found - {"stop", "cooldown", "profile"} and ".lock" not in found:
@@ -75,7 +75,7 @@ def open_log(out, start, ranks, validate=False):
     Lines of steps from `start` on, which will be repeated, and torn ones are removed first; with validate also the last
     validation before `start`.
     """
-    if not ranks.first:
+    if not ranks.is_main:
         return lambda **entry: None
     path = f"{out}/log.jsonl"
     if os.path.exists(path):
@@ -95,7 +95,7 @@ def asked(out, run, name):
     Whether this rank is asked to stop, or for the cooldown (`name`): by a signal, which is in the list run.stop or
     run.cooldown, or on the first rank by a file of that name in the run folder.
     """
-    return bool(getattr(run, name)) or run.ranks.first and os.path.exists(f"{out}/{name}")
+    return bool(getattr(run, name)) or run.ranks.is_main and os.path.exists(f"{out}/{name}")
 
 
 def forget(out, *names):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from engine.parallel import Ranks, check_split
+from model import attend
 
 HEADS, POSITIONS = 1, 2            # dimensions of q, k and v
 
@@ -48,40 +49,24 @@ class SplitRanks(Ranks):
         self.window, _ = dist.new_subgroups(self.P)
 
 
+    def attend(self, q, k, v, doc=None):
+        """model.attend over whole windows: q, k, v (B, heads, T/P, D), doc (B, T) -> (B, H, T/P, D)."""
+        q, k, v = (exchange(x, self, HEADS, POSITIONS) for x in (q, k, v))
+        return exchange(attend(q, k, v, doc), self, POSITIONS, HEADS)
+
+    def part_of(self, idx, targets, keep, doc):
+        """
+        This rank's positions of a batch (B, T), and their numbers (T/P,): arguments of Apertus.loss. doc stays whole,
+        since attention needs it.
+        """
+        numbers = torch.arange(idx.shape[1], device=idx.device)
+        idx, targets, keep, numbers = (x.chunk(self.P, -1)[self.part] for x in (idx, targets, keep, numbers))
+        return idx, targets, keep, doc, numbers
+
+
 def split_attention(model, ranks):
     """Let the layers of a model attend to whole windows, of which each rank of a group holds 1/P."""
-    layers = [block.self_attn for block in model.model.layers]
-    whole = layers[0].attend
-
-    def attend(q, k, v, doc=None):
-        q, k, v = (exchange(x, ranks, HEADS, POSITIONS) for x in (q, k, v))
-        return exchange(whole(q, k, v, doc), ranks, POSITIONS, HEADS)
-
-    for layer in layers:
-        layer.attend = attend
-
-
-class SplitForward:
-    """
-    A mixin of Apertus with `ranks`: forward() takes whole windows and computes this rank's positions of them. Losses of
-    all tokens come back as (B, T), those of other ranks' positions as 0.
-    """
-
-    def forward(self, idx, targets=None, keep=None, doc=None, n_tokens=None, per_token=False, **how):
-        if targets is None:                                # generate.py: each rank writes the same text by itself
-            return super().forward(idx, **how)
-        P = self.ranks.P
-
-        def mine(x):
-            """This rank's positions of x (..., T), a view."""
-            return x.chunk(P, -1)[self.ranks.part]
-
-        # Each of the P ranks has counted all tokens of the window. doc stays whole, since attention needs it.
-        how = dict(n_tokens=n_tokens and n_tokens / P, per_token=per_token)
-        positions = mine(torch.arange(idx.shape[1], device=idx.device))
-        more, found = super().forward(mine(idx), mine(targets), mine(keep), doc, positions=positions, **how)
-        if per_token:
-            nll = found.new_zeros(targets.shape)
-            mine(nll).copy_(found * P)
-            return None, nll
-        return more, found
+    c = model.config
+    check_split("sequence_parallel", ranks.P, block_size=c.block_size, n_kv_head=c.n_kv_head)
+    for block in model.model.layers:
+        block.self_attn.window = ranks

@@ -24,7 +24,7 @@ Reproduced      The layers, initial values, guide and its schedule, and the para
 Not reproduced  The perplexities, which took 25.5B tokens. In 0.3M tokens low rank beats dense, and self-guided training
                 does not help (results/structured/table.md).
 
-$ python train.py configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
+$ python -m papers.structured_ffn configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
 $ python convert.py --load=out/run --save=out/hf --merge
 """
 
@@ -36,7 +36,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from schedule import steps_in
+import convert
+import train
+from ademamix import build_optimizer
+from configurator import run as run_script, settings
+from data import ahead, started_stages
+from engine.checks import check_settings
+
+# Before torch: engine.hardware sets environment variables that torch reads when it loads.
+from engine.hardware import can_compile, pick_device, pick_dtype
+from engine.parallel import Ranks, distribute, orderly_exit
+from engine.restore import find_checkpoint, load
+from engine.run import Run
+from engine.sharding import draw
+from model import Apertus, ApertusConfig
+from schedule import Plan, steps_in
+
+# The settings of train.py, and these.
+ffn = "lowrank"                 # lowrank | blockdense | blockshuffle
+ffn_rank = 0                    # rank of lowrank and blockdense
+ffn_blocks = 0                  # number of blocks of blockdense and blockshuffle
+self_guided = 0.0               # share of the run in which a fading dense guide helps the structured layers
+guide_saving = False            # compute a guide only with the probability of its weight: saves half of its FLOPs
 
 # Letters: N inputs, M outputs, R rank, B blocks.
 
@@ -298,10 +319,81 @@ class Guides:
         return True
 
 
-class Guided:
-    """A mixin of Apertus that sets its `guides`, in a tuple, before each forward pass in training."""
+# -----------------------------------------------------------------------------
+# the run: as train.py, with guides
 
-    def forward(self, *args, **how):
-        if self.training:
-            self.guides[0].set(*self.now)
-        return super().forward(*args, **how)
+
+def train_guided(run, plan, model, optimizer, windows, val, rows, guides):
+    """The loop of train.py; it sets the guides before each micro-batch, and removes them after the last guided step."""
+    ranks = run.ranks
+    batches = ahead(lambda step: windows.batch(*plan.samples_of(step, ranks.group, ranks.groups)), run.done)
+    for step in run.steps():
+        batch, loss = next(batches), 0
+        n_kept, n_all = ranks.all_reduce(batch.keep.sum(), batch.keep.numel())
+        parts = batch.split(rows, run.device)
+        for i, part in enumerate(run.micro_batches(model, parts)):
+            guides.set(step, ranks.group * len(parts) + i)
+            part_loss = model.loss(*part, n_tokens=max(n_kept, 1))
+            part_loss.backward()
+            loss = loss + part_loss.detach()
+        if run.interrupted:
+            break
+
+        loss, norm = run.reduce(model, loss)
+        rate = plan.lr(step)
+        if run.is_finite(step, loss, norm):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step(grad_scale=min(1.0, train.grad_clip / (norm + 1e-6)) if train.grad_clip else 1.0)
+        guides.end(step + 1, optimizer)
+        optimizer.zero_grad()
+
+        run.log_step(step, plan.tokens(step), n_all, dict(loss=loss), norm, lr=rate, kept=n_kept / n_all)
+        if run.validation_due(step + 1, train.eval_every):
+            run.log_validation(step, plan.tokens(step), train.validate(run, model, val, train.eval_windows, rows, None))
+        run.save_if_due(step + 1, model, optimizer, **plan.saved())
+
+
+def main():
+    t = train
+    check_settings(settings(vars(t)), by_clock=False)
+    ranks = Ranks(t.parallel, t.exact, t.hsdp_shard)
+    where = ranks.place(pick_device(t.device))
+    compiled = t.compile and can_compile(where)
+    config = ApertusConfig(**vars(t.shape))
+    windows, val = t.open_data(config)
+    about = settings(globals(), vars(t), config) | dict(
+        data_hash=windows.fingerprint, tokenizer=windows.meta["tokenizer"], minutes=0.0)
+    guides = Guides(about)
+    plan = Plan(t.schedule, t.lr, t.min_lr, t.warmup_samples, t.total_samples, t.decay_samples, t.batch_size,
+                t.batch_ramp_at, config.block_size, windows.stop, t.total_samples - t.decay_samples)
+    rows = ranks.micro_batch(t.batch_size, t.micro_batch)
+
+    with Run(about, ranks, where) as run:
+        found = find_checkpoint(run, plan, started_stages) if t.resume else None
+        with torch.device("meta" if ranks.sharded else where):
+            model = Apertus(config, seed=None)
+            build(model, about)
+            guides.join(model)
+        model.dtype = pick_dtype(t.dtype, where)
+        distribute(model, ranks, where, t.recompute, compiled)
+        if not found:
+            draw(model, t.seed) if ranks.sharded else model.init_weights(t.seed)
+        warm = min(plan.steps(t.total_samples), 100_000)
+        opt = build_optimizer(model, t.optimizer, t.lr, t.betas, t.alpha, t.eps, t.weight_decay, t.alpha_warmup or warm,
+                              t.beta3_warmup or warm, compiled, t.state_dtype)
+        if found:
+            guides.end(found[1]["step"], opt, found[1]["config"])
+            load(found[0], model, opt)
+        if ranks.is_main:
+            t.introduce(run, plan, model, windows)
+        run.open(plan.end, found, model.flops_per_token(val.T) / ranks.size)
+        train_guided(run, plan, model, opt, windows, val, rows, guides)
+        if run.close(model, opt, **plan.saved()):
+            t.finish(run, plan, model, val, rows, None)
+        run.leave(convert.complete)
+
+
+if __name__ == "__main__":
+    with orderly_exit():
+        run_script(main, globals(), vars(train), train.shape)

@@ -1,53 +1,32 @@
 """
-Shared by SFT and QRPO: train.py's loop over items, which are conversations or pairs of completions.
+Shared by SFT and QRPO: items, which are conversations or pairs of completions.
 
 A run goes `epochs` times over its items, batch_size of them per step, in micro-batches that the ranks divide among
-themselves. Both scripts keep their settings as globals, copy them to train.py, and replace the functions of its loop
-that read the data and compute the loss.
+themselves.
 """
 
 import json
 import math
 import os
-from types import SimpleNamespace
 
 import numpy as np
 from tqdm import tqdm
 
-import convert
-import train
-from ademamix import build_optimizer
-from configurator import settings
 from data import by_epoch
-from engine.checkpoint import gather, steps_in
+from engine.checkpoint import gather
 from engine.files import read_text, write_flushed
-from engine.memory import check_run
 from engine.mixture import SLOTS, mix_weights
-from engine.parallel import drop_gathered
-from engine.restore import refuse_another
-from engine.runs import asked, settings_of
-from posttrain import start
 
 # A resumed run may change these settings, because they change no number by more than rounding. The hashes of the data
 # (with keep_licenses and decontaminate) and of the rewards must be the same; references have a folder of their own.
 FREE = """out data keep_licenses decontaminate rewards references show resume device parallel compile micro_batch pack
 rank_every checkpoint_every keep_checkpoints recompute old old_every old_windows"""
+# Without adapters, their settings decide nothing.
+ADAPTERS = "lora_r lora_alpha lora_on lora_rs base"
 
 
-# -----------------------------------------------------------------------------
-# the run
-
-
-def tune(script, what, prepare, batches, forward_backward):
-    """
-    Run SFT or QRPO with the loop of train.py.
-
-    script: the globals of sft.py or qrpo.py, with the settings; what: "conversations" or "pairs".
-    prepare(run) reads the data after the ranks have met. It sets run.items, their number; run.notes, lines for the
-    user; run.hashes, {name: hash} of all else that decides the numbers; and run.val.T, the tokens of the longest row.
-    batches(run, step), forward_backward(run, batch, step): as in train.py.
-    """
-    shape, tok, path = convert.start_of(script["init_from"])
+def check_settings(script, shape, tok, what):
+    """The longest item in tokens. ValueError for settings that cannot work. script: all of them; what: "pairs", ..."""
     tok.check_chat()
     if not 0 <= script["warmup"] <= 1:
         raise ValueError(f"warmup={script['warmup']} is a share of the steps: want 0 to 1")
@@ -58,71 +37,13 @@ def tune(script, what, prepare, batches, forward_backward):
         raise ValueError(f"max_length={script['max_length']} is beyond the window of the start model, "
                          f"{shape.block_size} tokens: take --max_length={shape.block_size}; longer {what} are "
                          "left out")
-    longest = script["max_length"] or shape.block_size
-    mine = settings(script) | dict(max_length=longest)
-    for name in mine.keys() & settings(vars(train)).keys():
-        setattr(train, name, mine[name])
-    vars(train.shape).update(vars(shape), doc_mask=True)
-    train.timeout = 7200                                   # a rank may sample references while another waits
-    train.sample_every = 0
-    train.eval_every = script["old_every"] if script["old"] else 0
-    # The rate rises, then falls (lr_at). To train.py all of that is decay, so the file `cooldown` has no effect.
-    train.warmup_samples, train.decay_samples = 0, train.total_samples
+    return script["max_length"] or shape.block_size
 
-    def lr_at(samples, decay_at=None):
-        steps = train.steps_until(train.total_samples)
-        return script["lr"] * linear(samples // script["batch_size"], steps, script["warmup"])
 
-    def open_data(ranks):
-        # The length of the rows is not known yet: prepare_items() repeats the memory check.
-        meta = dict(vocab_size=shape.vocab_size, tokenizer=tok.hash[:16])
-        items = SimpleNamespace(meta=meta, fingerprint="", stop=None, T=0)
-        return items, items, script["micro_batch"]
-
-    def prepare_items(run):
-        run.tok, run.longest, run.path = tok, longest, path
-        # The settings of a resumed run are compared before data are read and references sampled.
-        if train.resume and steps_in(f"{train.out}/ckpt"):
-            refuse_another(train.out, settings_of(train.out), {name: mine[name] for name in sorted(run.decides)})
-        prepare(run)
-        # The memory check again, now with the length of the rows.
-        check_run(run, start.build, True)
-        steps = -(-script["epochs"] * run.items // script["batch_size"])
-        train.total_samples = train.decay_samples = steps * script["batch_size"]
-        run.decides |= run.hashes.keys()
-        run.config |= run.hashes | dict(total_samples=train.total_samples, decay_samples=train.decay_samples)
-        run.validate_first = bool(script["old"])
-
-    def introduce(run, end):
-        more = dict(chat=True, start_hash=run.config.get("start_hash"))
-        convert.describe(train.out, vars(run.shape) | mine | run.hashes | more, run.shape, tok)
-        print(*run.notes, f"{run.items} {what}, {end} step{'s' * (end != 1)}", sep="\n")
-
-    def finish(run, last):
-        if entry := train.validate(run, 0):
-            run.log(step=last - 1, **entry)
-        run.summary = dict(steps=last)
-        if run.ranks.first:
-            print(f"{train.out}: talk to it with python sample.py --chat --init_from={train.out}")
-
-    def forward_backward_or_stop(run, batch, step):
-        try:
-            return forward_backward(run, batch, step)
-        except Stop:
-            drop_gathered(run.model)
-
-    train.lr_at, train.open_data, train.introduce, train.finish = lr_at, open_data, introduce, finish
-    train.batches, train.forward_backward = batches, forward_backward_or_stop
-    train.tokens_seen = lambda step: {}
-    train.validate = lambda run, windows: {}
-    train.eval_minutes = 0
-    # Without `compile`, AdEMAMix decides: its update of a large model is compiled even if the model is not.
-    train.build_optimizer = lambda *args, compile, **how: build_optimizer(*args, **how)
-    start.wrap(script["old"], script["old_windows"], tok)
-    # Without adapters, their settings decide nothing.
-    free = FREE.split() + ([] if script["lora_r"] else start.ADAPTERS)
-    mine["vocab_size"] = max(shape.vocab_size, tok.vocab_size)
-    train.main(start.build, mine, mine.keys() - free, prepare_items)
+def decisive(config):
+    """The settings that a resumed run may not change."""
+    free = FREE.split() + ADAPTERS.split() * (not config["lora_r"])
+    return {name: config[name] for name in sorted(config.keys() - free)}
 
 
 def cached(files, ranks, what, compute, together=False):
@@ -136,9 +57,9 @@ def cached(files, ranks, what, compute, together=False):
     if together:
         most = max(gather(len(mine), ranks.files))
         mine += [0] * (most - len(mine))
-    for k in tqdm(mine, what, delay=2, leave=False, disable=not ranks.first):
+    for k in tqdm(mine, what, delay=2, leave=False, disable=not ranks.is_main):
         write_flushed(files[k], json.dumps(compute(k)), shared=True)
-    ranks.add(0)        # Barrier: no rank reads before every rank has written.
+    ranks.all_reduce(0)        # Barrier: no rank reads before every rank has written.
     return list(map(contents, files))
 
 
@@ -200,27 +121,11 @@ def linear(step, steps, warmup):
     return min((step + 1) / up, (steps - step) / (steps - up + 1))
 
 
-class Stop(Exception):
-    """A rank was asked to stop within a step."""
-
-
-def slices(n, run):
+def shared(items, rows, ranks):
     """
-    Yield this rank's micro-batches of n items: (slice, whether it is the rank's last). Raises Stop if, between two of
-    them, any rank is asked to stop.
-
-    All ranks get the same number of slices, because sharded ranks gather each other's weights. A slice beyond n is
-    empty: the caller then runs a micro-batch that adds nothing.
+    This rank's micro-batches of a step's items, `rows` at a time. All ranks get equally many, because sharded ranks
+    gather each other's weights: some may be empty, and the caller then runs one that adds nothing.
     """
-    ranks = run.ranks
-    each = -(-n // (run.rows * ranks.size))
-    for k in range(each):
-        if k and ranks.agree(asked(train.out, run, "stop")):
-            raise Stop
-        begin = (k * ranks.size + ranks.rank) * run.rows
-        yield slice(begin, begin + run.rows), k + 1 == each
-
-
-def diagnosed(step, every):
-    """Whether posttrain/collapse.py measures this step: a multiple of `every`, or the last step. every=0: no step."""
-    return every and (step % every == 0 or step + 1 == train.steps_until(train.total_samples))
+    parts = [items[begin:begin + rows] for begin in range(0, len(items), rows)]
+    each = -(-len(parts) // ranks.size)
+    return (parts + [[]] * (each * ranks.size - len(parts)))[ranks.rank::ranks.size]

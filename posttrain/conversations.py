@@ -21,14 +21,13 @@ import os
 import numpy as np
 
 from chat import FORMS, describe_dropped, learnable
-from configurator import attached, literal
+from configurator import literal
+from corpus import dedup, rules as selection
 from data import Stream
 from engine import checkpoint, readers
 from engine.files import sha256, sha256_of, write_flushed
 from engine.mixture import mix_weights
 from posttrain import common
-
-dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 
 COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*FORMS)
 SAID = np.uint32(1 << 31)       # the top bit of an id: set if the assistant produces the token, so that it is learnt
@@ -131,7 +130,7 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     """
     weights = weights_of(data)
     # The first rank reads each file to its end, to find damage before the run.
-    sources = [[readers.check(file, "") for file in files_of(source)] for source in weights] if ranks.first else []
+    sources = [[readers.check(file, "") for file in files_of(source)] for source in weights] if ranks.is_main else []
     sources = checkpoint.gather(sources, ranks.files)[0]
     licenses = {name.strip() for name in keep_licenses.split(",")} if keep_licenses else None
     contamination = dedup.Contamination(dedup.read_prompts(decontaminate)) if decontaminate else None

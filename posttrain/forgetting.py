@@ -22,6 +22,7 @@ import torch
 import evaluate
 from engine.files import read_json, sha256_of, write_json
 from engine.parallel import drop_gathered
+from tokenizer import load_for
 
 
 class Old:
@@ -29,11 +30,12 @@ class Old:
     Old text in windows of T tokens, at most `most` of them (0: all). before, bits: the bits of each document under the
     start model, and at the last measurement.
 
-    path: a data folder (its validation documents), a .txt file, or .jsonl with "text"; out: the run folder. ValueError
-    if there is no text.
+    tok: the tokenizer, or the folder that has it; path: a data folder (its validation documents), .txt, or .jsonl with
+    "text"; out: the run folder. ValueError if there is no text.
     """
 
     def __init__(self, path, tok, T, most, out):
+        tok = load_for(tok) if isinstance(tok, str) else tok
         self.path, self.file, self.before = path, f"{out}/old.json", None
         rows = [(turn, n, window)
                 for n, text in enumerate(texts(path, most))
@@ -63,7 +65,7 @@ class Old:
         self.bits = self.per_document(nats) / math.log(2)
         if self.before is None:
             self.before = self.bits
-            if ranks.first:
+            if ranks.is_main:
                 write_json(self.file, dict(old=self.path, hash=self.hash, bits=self.bits.tolist()))
         return dict(old_bpb=self.bits.sum() / self.sizes.sum())
 

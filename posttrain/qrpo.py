@@ -25,7 +25,7 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 
 First, n completions per prompt are sampled from the start model and scored, and their log-probs under it are stored, so
 that training holds no second model. With adapters (--lora_r) the reference is the same model with the adapters off.
-Then the loop of train.py follows. out/<run>/references caches every stage: a run can be killed anywhere, and --resume
+Then the loop, train(), follows. out/<run>/references caches every stage: a run can be killed anywhere, and --resume
 continues it. After SIGTERM, SIGUSR2, or `touch out/<run>/stop`, all ranks stop after the current micro-batch and save.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
@@ -36,33 +36,50 @@ $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.
 $ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
-from posttrain import common   # first: a script started by its path gets posttrain/posttrain.py here
-
-import functools
 import itertools
 import math
 import os
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+import convert
+from ademamix import build_optimizer
 from chat import describe_dropped, prompt_ids
-from configurator import run as run_script
-from convert import fingerprint
+from configurator import run as run_script, settings
+from engine import restore
 from engine.files import sha256_of
-from engine.parallel import add_gradients, drop_gathered, orderly_exit, reduce_after
+
+# Before torch: engine.hardware sets environment variables that torch reads when it loads.
+from engine.hardware import can_compile, pick_device, pick_dtype
+from engine.parallel import Ranks, distribute, drop_gathered, orderly_exit
+from engine.run import Run
 from generate import generate
-from posttrain import collapse, lora, start
+from model import Apertus
+from posttrain import (
+    collapse,
+    common,  # first: a script started by its path gets posttrain/posttrain.py here
+    lora,
+    start,
+)
 from posttrain.conversations import first_rows
+from posttrain.forgetting import Old
 from posttrain.judge import Charter, reward_hash
 from posttrain.losses import (
-    BETA, LOG_Z, LOSSES, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta,
+    BETA,
+    LOG_Z,
+    LOSSES,
+    TRANSFORMS,
+    beta_log_z,
+    better_minus_worse,
+    correlation,
+    discrete_beta_log_z,
+    effective_beta,
     quantile,
 )
-from posttrain.references import (
-    file_of, in_one_line, laid_out, load_reward, numbers, of_stage, sequence_logp,
-)
+from posttrain.references import file_of, in_one_line, laid_out, load_reward, numbers, of_stage, sequence_logp
 
 # -----------------------------------------------------------------------------
 # the run
@@ -160,75 +177,104 @@ def prompts_of(tok, path):
     return asked, bad
 
 
-def prepare(run):
-    """The pairs of a run: run.texts, their ids, ((prompt, better), (prompt, worse)); run.known, see known_of()."""
-    asked, bad = prompts_of(run.tok, data)
-    score = load_reward(rewards, run.device) if rewards else None
+@dataclass
+class Start:
+    """The start model, and all that sampling and scoring with it takes."""
+    model: Apertus
+    tok: object
+    longest: int            # tokens of prompt and completion
+    ranks: Ranks
+    device: str
+    dtype: torch.dtype
+    config: dict            # all settings
+    folder: str = ""        # of the references, from find_folder() on
+
+    def cache(self, stage, *what, **how):
+        return of_stage(self.folder, self.ranks, stage, *what, **how)
+
+    def find_folder(self, asked):
+        """Find or make the folder of the references. Returns the hash of the data."""
+        made_from = dict(
+            start=convert.fingerprint(self.model),
+            tokenizer=self.tok.hash,
+            data=sha256_of([p.row for p in asked]),
+            prompts=sha256_of([p.ids for p in asked]))
+        for name in "date seed base n_refs sample_batch max_new_tokens max_length use_references".split():
+            made_from[name] = self.config[name]
+        self.folder = f"{references or f'{out}/references'}/{sha256_of(made_from)[:16]}"
+        os.makedirs(self.folder, exist_ok=True)
+        return made_from["data"]
+
+
+@dataclass
+class Pairs:
+    """What the loop learns from. texts: ids of each pair, ((prompt, better), (prompt, worse)); known: of known_of()."""
+    texts: list
+    known: SimpleNamespace
+    beta: float
+    notes: list
+    hashes: dict
+
+    @property
+    def window(self):
+        """Tokens of the longest pair."""
+        return 2 * max(len(p + c) for pair in self.texts for p, c in pair)
+
+
+def score_all(first, asked):
+    """Set `rated` of each prompt by --rewards, and with it `refs`."""
+    score = load_reward(rewards, first.device)
     version = reward_hash(rewards)
-    data_hash = load_policy(run, asked)
-    run.cache = functools.partial(of_stage, run.folder, run.ranks)
     # A judge that cannot read these prompts is an error before sampling. If rewards are on disk, it is not loaded.
-    if isinstance(score, Charter) and not os.path.exists(file_of(run.folder, f"rewards-{version}", 0)):
-        score.check([p.row for p in asked], room_for(run, [p.ids for p in asked]))
+    if isinstance(score, Charter) and not os.path.exists(file_of(first.folder, f"rewards-{version}", 0)):
+        score.check([p.row for p in asked], room_for(first, [p.ids for p in asked]))
+    sample(first, asked, score)
+    stage = f"rewards-{version}"
+    rated = first.cache(stage, asked, 64, lambda k, some: [rewards_of(first.tok, p, score) for p in some])
+    for p, values in zip(asked, rated):
+        p.rated = values
+        if not use_references:
+            p.refs = []
+
+
+def prepare(first):
+    """The Pairs of a run, from a Start."""
+    asked, bad = prompts_of(first.tok, data)
+    data_hash = first.find_folder(asked)
     if rewards:
-        sample(run, asked, score)
-        stage = f"rewards-{version}"
-        rated = run.cache(stage, asked, 64, lambda k, some: [rewards_of(run.tok, p, score) for p in some])
-        for p, values in zip(asked, rated):
-            p.rated = values
-            if not use_references:
-                p.refs = []
-    del score           # a reward model leaves the device
-    pools = [candidates(run, p) for p in asked]
+        score_all(first, asked)
+    pools = [candidates(first, p) for p in asked]
     # Log-probs do not depend on the rewards, so runs with other rewards share them. With adapters none are stored.
     if not lora_r:
-        store_logp(run, list(itertools.chain(*pools)))
-    run.policy.train()
+        store_logp(first, list(itertools.chain(*pools)))
+    first.model.train()
 
     each = [pairs_of(i, pool) for i, pool in enumerate(pools)]
     couples = list(itertools.chain(*each))
     dropped = sum(len(p.refs + p.given) - len(pool) for p, pool in zip(asked, pools))
     left = (f"{each.count([])} without two completions to compare (--pairs={pairs}), and {dropped} completions "
-            f"unfinished or over {run.longest} tokens")
+            f"unfinished or over {first.longest} tokens")
     if not couples:
         raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts (left out: "
                          f"{left}): nothing to learn from")
-    run.beta = beta or (5.0 if length_norm else BETA[loss])
-    run.texts = [(better.text, worse.text) for better, worse in couples]
-    run.known = known_of(couples, run.beta)
-    run.items = len(couples)
-    run.val.T = 2 * max(len(p + c) for pair in run.texts for p, c in pair)
-    run.notes = [describe_dropped(bad, len(asked), "prompts")] if bad else []
-    run.notes.append(f"{len(asked)} prompts; left out: {left}; {run.known.tokens.mean():.1f} tokens each")
+    strength = beta or (5.0 if length_norm else BETA[loss])
+    known = known_of(couples, strength)
+    notes = [describe_dropped(bad, len(asked), "prompts")] if bad else []
+    notes.append(f"{len(asked)} prompts; left out: {left}; {known.tokens.mean():.1f} tokens each")
     tied = 1 - np.mean([len({*p.rated[0]}) / len(p.rated[0]) for p in asked])
     if loss == "qrpo" and ties == "le" and tied > 0.1:
-        run.notes.append(f"warning: {tied:.0%} of the references repeat the reward of another, so quantiles are not "
-                         "uniform: grade the reward more finely, or use --ties=discrete")
-    run.hashes = dict(data_hash=data_hash[:16], rewards_hash=version, tokenizer_hash=run.tok.hash[:16])
+        notes.append(f"warning: {tied:.0%} of the references repeat the reward of another, so quantiles are not "
+                     "uniform: grade the reward more finely, or use --ties=discrete")
+    return Pairs([(better.text, worse.text) for better, worse in couples], known, strength, notes, dict(
+        data_hash=data_hash[:16], rewards_hash=reward_hash(rewards), tokenizer_hash=first.tok.hash[:16]))
 
 
-def load_policy(run, asked):
-    """Load the start model, and find or make the folder of its references. Returns the hash of the data."""
-    start.ready(run)
-    made_from = dict(
-        start=fingerprint(run.policy),
-        tokenizer=run.tok.hash,
-        data=sha256_of([p.row for p in asked]),
-        prompts=sha256_of([p.ids for p in asked]),
-    )
-    for name in "date seed base n_refs sample_batch max_new_tokens max_length use_references".split():
-        made_from[name] = run.config[name]
-    run.folder = f"{references or f'{out}/references'}/{sha256_of(made_from)[:16]}"
-    os.makedirs(run.folder, exist_ok=True)
-    return made_from["data"]
-
-
-def room_for(run, prompts):
+def room_for(first, prompts):
     """How many tokens a completion of these prompts may have: a longer one would be dropped."""
-    return max(1, min(max_new_tokens, run.longest - min(map(len, prompts))))
+    return max(1, min(max_new_tokens, first.longest - min(map(len, prompts))))
 
 
-def sample(run, asked, score):
+def sample(first, asked, score):
     """
     Set .refs of each prompt: n_refs completions, as ids, from the model that training starts from.
 
@@ -236,33 +282,33 @@ def sample(run, asked, score):
     function returns. The 70B is too large for that. Its data come with "completions" and "ref_rewards" from an
     inference engine, and no rank ever holds the whole model.
     """
-    tok = run.tok
+    tok = first.tok
     prompts = [p.ids for p in asked]
     per_file = max(1, sample_batch // n_refs)
     stage = f"samples-{per_file}"
 
-    missing = [k for k in range(0, len(prompts), per_file) if not os.path.exists(file_of(run.folder, stage, k))]
-    model = run.policy
-    if run.ranks.sharded and missing:
+    missing = [k for k in range(0, len(prompts), per_file) if not os.path.exists(file_of(first.folder, stage, k))]
+    model = first.model
+    if first.ranks.sharded and missing:
         # In the dtype of the activations, or every token would convert all weights to it.
-        model = start.load_whole(run).to(run.dtype)
+        model = start.load_whole(first.config, first.device).to(first.dtype)
 
     def draw(k, some):
         # Seeded by the batch and not by the run, so that a resumed run draws the same.
-        generator = torch.Generator(run.device).manual_seed(seed * 1_000_003 + k)
+        generator = torch.Generator(first.device).manual_seed(seed * 1_000_003 + k)
         each = [ids for ids in some for _ in range(n_refs)]
         # Stop at a tool call too: the model would invent the tool's output. Unfinished completions are left out.
         stop = {tok.special[END], tok.special.get("<|tools_suffix|>", tok.special[END])}
         # Temperature 1, without top-k or top-p, samples from pi_ref itself.
-        done = generate(model, each, room_for(run, some), stop, generator=generator)
+        done = generate(model, each, room_for(first, some), stop, generator=generator)
         new = [full[len(ids):] for full, ids in zip(done, each)]
         return [new[i:i + n_refs] for i in range(0, len(new), n_refs)]
 
     # The first prompt is scored at once, so that an error in the reward function comes before hours of sampling.
-    [asked[0].refs, *_] = run.cache(stage, prompts[:per_file], per_file, draw)
+    [asked[0].refs, *_] = first.cache(stage, prompts[:per_file], per_file, draw)
     if any(missing):                                       # a file other than the first, whose number is 0
         rewards_of(tok, asked[0], score)
-    for p, refs in zip(asked, run.cache(stage, prompts, per_file, draw)):
+    for p, refs in zip(asked, first.cache(stage, prompts, per_file, draw)):
         p.refs = refs
 
 
@@ -283,7 +329,7 @@ def rewards_of(tok, p, score):
     return [values[:len(p.refs)], values[len(p.refs):]]
 
 
-def candidates(run, p):
+def candidates(first, p):
     """
     A prompt's finished completions: text, the pair of ids (prompt, completion), reward, q, length, and `own`, the
     quantiles of the prompt's references (n_refs,).
@@ -294,25 +340,25 @@ def candidates(run, p):
     own = quantile(group, group, loo and p.refs)
     found = [*zip(p.refs, of_refs, own.tolist()), *zip(p.given, of_given, quantile(of_given, group).tolist())]
     return [SimpleNamespace(text=(p.ids, ids), reward=reward, q=q, length=float(len(ids)), own=own, ref=0.0)
-            for ids, reward, q in found if ids[-1] == run.tok.special[END] and len(p.ids + ids) <= run.longest]
+            for ids, reward, q in found if ids[-1] == first.tok.special[END] and len(p.ids + ids) <= first.longest]
 
 
 @torch.no_grad()
-def store_logp(run, pool):
+def store_logp(first, pool):
     """Set .ref of candidates, their log-probs under the start model, in batches as large as in training."""
     size = 2 * micro_batch
     per_file = 64 * size
 
     def logp(k, some):
         # Sharded ranks gather each other's weights, so each of them runs the forward passes of a full file.
-        end = per_file if run.ranks.sharded else len(some)
-        parts = [sequence_logp(run.policy, some[k:k + size] or some[:1]) for k in range(0, end, size)]
+        end = per_file if first.ranks.sharded else len(some)
+        parts = [sequence_logp(first.model, some[k:k + size] or some[:1]) for k in range(0, end, size)]
         return torch.cat(parts).tolist()[:len(some)]
 
-    run.policy.eval()
-    stage = f"logp-{str(run.dtype).removeprefix('torch.')}-{per_file}-of-{len(pool)}"
-    found = run.cache(stage, [c.text for c in pool], per_file, logp, together=run.ranks.sharded)
-    drop_gathered(run.policy)
+    first.model.eval()
+    stage = f"logp-{str(first.dtype).removeprefix('torch.')}-{per_file}-of-{len(pool)}"
+    found = first.cache(stage, [c.text for c in pool], per_file, logp, together=first.ranks.sharded)
+    drop_gathered(first.model)
     for c, value in zip(pool, found):
         c.ref = value
 
@@ -353,80 +399,85 @@ def known_of(couples, beta):
 
 
 # -----------------------------------------------------------------------------
-# the run: functions for train.py's loop (posttrain/common.py)
+# the loop
 
 
-def main():
-    for name, choices in dict(loss=LOSSES, ties=("le", "discrete"), pairs=("random", "best"), transform=LOG_Z).items():
-        if globals()[name] not in choices:
-            raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
-    for name, least in dict(sample_batch=1, max_new_tokens=1, pairs_per_prompt=0, beta=0).items():
-        if globals()[name] < least:
-            raise ValueError(f"{name}={globals()[name]}: want {least} or more")
-    if ties == "discrete" and transform != "identity":
-        raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
-    # With fewer references, log and normal would clamp all quantiles to one value.
-    least = dict(log=2, normal=3).get(transform, 1 + (loo and use_references))
-    if n_refs < least:
-        raise ValueError(f"n_refs={n_refs}: transform={transform} with loo={loo} wants at least {least}, so that each "
-                         "completion is compared with another")
-    common.tune(globals(), "pairs", prepare, batches, forward_backward)
+def train(run, model, optimizer, pairs, rows, text):
+    """
+    Train on all pairs, `epochs` times. Every rank knows all pairs of a step, and takes its share of them.
+
+    The loss of a step is the mean over its pairs.
+    """
+    for step in run.steps():
+        batch = common.chosen(step, batch_size, [len(pairs.texts)], [1], epochs, seed)
+        texts, known = [pairs.texts[k] for k in batch], part_of(pairs.known, batch)
+        facts = diagnosis(model, texts, step, run)
+        if lora_r:                                         # the reference is the model without its adapters
+            with torch.no_grad(), lora.off(model):
+                known.ref = gather(run, len(texts), (
+                    (part, logp_of(model, texts, part)) for part in shares(run, model, texts, rows)))
+            drop_gathered(model)
+        found = []
+        for part in shares(run, model, texts, rows):
+            logp = logp_of(model, texts, part)             # (pairs of this micro-batch, 2)
+            part_loss = LOSSES[loss](logp, part_of(known, part), pairs.beta, gamma).sum() / len(batch)
+            part_loss.backward()
+            found.append((part, logp.detach()))
+        if run.interrupted:                                # asked to stop between two micro-batches: drop this step
+            break
+
+        logp = gather(run, len(texts), found)
+        [norm] = run.reduce(model)
+        value = LOSSES[loss](logp, known, pairs.beta, gamma).mean().item()
+        rate = lr * common.linear(step, run.end, warmup)
+        if run.is_finite(step, value, norm):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step(grad_scale=min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
+        optimizer.zero_grad()
+
+        facts |= watched(logp - known.ref, known)
+        tokens = facts.pop("tokens")
+        run.log_step(step, tokens, tokens, dict(loss=value), norm, lr=rate, **facts)
+        if text and run.validation_due(step + 1, old_every):
+            run.log(step=step, **text.measure(model, run.ranks))
+        run.save_if_due(step + 1, model, optimizer)
 
 
-def batches(run, step):
-    """Yield the numbers of the pairs of this step and of each later one. Every rank gets all of them."""
-    for step in itertools.count(step):
-        yield common.chosen(step, batch_size, [run.items], [1], epochs, seed)
+def shares(run, model, texts, rows):
+    """This rank's micro-batches of a step's pairs, as lists of their numbers."""
+    return run.micro_batches(model, common.shared(range(len(texts)), rows, run.ranks))
 
 
 def part_of(known, part):
     """`known` for some of the pairs."""
-    return SimpleNamespace(**{name: values[part] for name, values in vars(known).items()})
+    return SimpleNamespace(**{name: values[list(part)] for name, values in vars(known).items()})
 
 
-def logp_of(run, texts, learn=None):
+def logp_of(model, texts, part):
     """
-    Log-probs of pairs under the model, (pairs, 2), without gradient, on every rank.
-
-    learn(slice, log-probs of its pairs) is called for each micro-batch of this rank. An empty one runs with the first
-    pair of the step, whose log-probs are then dropped.
+    Log-probs of pairs under the model, (pairs, 2), on the CPU. An empty part runs with the first pair of the step, so
+    that sharded ranks gather each other's weights equally often, and drops its log-probs.
     """
-    logp = torch.zeros(len(texts), 2)
-    for part, last in common.slices(len(texts), run):
-        mine = texts[part]
-        reduce_after(run.model, run.ranks, last)
-        pi = sequence_logp(run.model, list(itertools.chain(*mine or texts[:1])))
-        pi = pi.view(-1, 2)[:len(mine)].cpu()
-        if learn:
-            learn(part, pi)
-        logp[part] = pi.detach()
+    mine = [texts[k] for k in part] or texts[:1]
+    return sequence_logp(model, list(itertools.chain(*mine))).view(-1, 2)[:len(part)].cpu()
+
+
+def gather(run, n, found):
+    """Log-probs of all n pairs, (n, 2), on every rank. found: (numbers of pairs, log-probs) of its micro-batches."""
+    logp = torch.zeros(n, 2)
+    for part, values in found:
+        logp[list(part)] = values
     # Each rank knows the log-probs of its own pairs, and has zeros for the others.
-    return torch.tensor(run.ranks.add(*logp.flatten())).view_as(logp)
+    return torch.tensor(run.ranks.all_reduce(*logp.flatten())).view_as(logp)
 
 
-def forward_backward(run, batch, step):
-    """The gradients of a step, as in train.py. batch: the numbers of its pairs."""
-    texts = [run.texts[k] for k in batch]
-    facts = {}
-    if common.diagnosed(step, rank_every):
-        idx, targets = laid_out([better for better, _ in texts[:4 * micro_batch]])
-        facts = collapse.diagnose(run.model, idx.to(run.device), targets.to(run.device) >= 0)
-    known = part_of(run.known, batch)
-    if lora_r:
-        # The reference is the model without its adapters.
-        with torch.no_grad(), lora.off():
-            known.ref = logp_of(run, texts)
-        drop_gathered(run.model)
-
-    def learn(part, pi):
-        part_loss = LOSSES[loss](pi, part_of(known, part), run.beta, gamma).sum() / len(batch)
-        part_loss.backward()
-
-    logp = logp_of(run, texts, learn)
-    add_gradients(run.model, run.ranks)
-    value = LOSSES[loss](logp, known, run.beta, gamma).mean().item()
-    facts |= watched(logp - known.ref, known)
-    return dict(loss=value if run.ranks.first else 0.0), facts["tokens"], facts
+def diagnosis(model, texts, step, run):
+    """For the log, now and then: is the representation collapsing?"""
+    if not rank_every or step % rank_every and step + 1 < run.end:
+        return {}
+    idx, targets = laid_out([better for better, _ in texts[:4 * micro_batch]])
+    return collapse.diagnose(model, idx.to(run.device), targets.to(run.device) >= 0)
 
 
 def watched(ratio, known):
@@ -451,6 +502,67 @@ def watched(ratio, known):
         length=known.tokens.mean(),
     )
     return {name: float(value) for name, value in means.items()} | dict(tokens=int(known.tokens.sum()))
+
+
+# -----------------------------------------------------------------------------
+# from the settings to the run folder
+
+
+def check_choices():
+    for name, choices in dict(loss=LOSSES, ties=("le", "discrete"), pairs=("random", "best"), transform=LOG_Z).items():
+        if globals()[name] not in choices:
+            raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
+    for name, least in dict(sample_batch=1, max_new_tokens=1, pairs_per_prompt=0, beta=0).items():
+        if globals()[name] < least:
+            raise ValueError(f"{name}={globals()[name]}: want {least} or more")
+    if ties == "discrete" and transform != "identity":
+        raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
+    # With fewer references, log and normal would clamp all quantiles to one value.
+    least = dict(log=2, normal=3).get(transform, 1 + (loo and use_references))
+    if n_refs < least:
+        raise ValueError(f"n_refs={n_refs}: transform={transform} with loo={loo} wants at least {least}, so that each "
+                         "completion is compared with another")
+
+
+def main():
+    check_choices()
+    shape, tok, path = convert.start_of(init_from)
+    longest = common.check_settings(globals(), shape, tok, "pairs")
+    shape.doc_mask, shape.vocab_size = True, max(shape.vocab_size, tok.vocab_size)
+    config = settings(globals(), shape) | dict(max_length=longest)
+    ranks = Ranks(parallel)
+    where = ranks.place(pick_device(device))
+    kind, compiled = pick_dtype(dtype, where), compile and can_compile(where)
+    text = Old(old, tok, shape.block_size, old_windows, out) if old else None
+    start.check_memory(shape, config, ranks, where, kind, 0)                        # before data are read and sampled
+
+    with Run(config, ranks, where) as run:
+        if resume:
+            restore.compare_with_folder(out, common.decisive(config))
+        model = start.build(shape, config | dict(recompute="none"), ranks, where, kind, path)
+        found_pairs = prepare(Start(model, tok, longest, ranks, where, kind, config))
+        config |= found_pairs.hashes
+        steps = -(-epochs * len(found_pairs.texts) // batch_size)
+        rows = start.check_memory(shape, config, ranks, where, kind, found_pairs.window)
+        distribute(model, ranks, where, recompute, compiled)                        # references are sampled eagerly
+        found = restore.find_same(run, common.decisive(config), steps) if resume else None
+        warm = min(steps, 100_000)
+        opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, warm, warm, None, state_dtype)
+        if found:
+            restore.load(found[0], model, opt)
+        if text and found:
+            text.recall()
+        config |= start.hash_of(model, config, found)
+        if ranks.is_main:
+            convert.describe(out, config | dict(chat=True), shape, tok)
+            print(*found_pairs.notes, f"{len(found_pairs.texts)} pairs, {steps} step{'s' * (steps != 1)}", sep="\n")
+        run.open(steps, found, model.flops_per_token(found_pairs.window) / ranks.size)
+        if text and not found:
+            run.log(step=0, **text.measure(model, ranks))
+        train(run, model, opt, found_pairs, rows, text)
+        if run.close(model, opt):
+            start.finish(run, model, config, text)
+        run.leave(convert.complete)
 
 
 if __name__ == "__main__":

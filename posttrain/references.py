@@ -25,7 +25,6 @@ from loss import at_least_fp32, chunk_rows
 from posttrain.common import cached
 from posttrain.judge import Charter, of_spec
 
-
 # -----------------------------------------------------------------------------
 # the folder
 

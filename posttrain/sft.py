@@ -30,8 +30,6 @@ $ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
 $ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
-from posttrain import common   # first: a script started by its path gets posttrain/posttrain.py here
-
 import itertools
 import os
 
@@ -39,11 +37,22 @@ import numpy as np
 import torch
 
 import convert
+from ademamix import build_optimizer
 from chat import describe_dropped, learnable
-from configurator import run as run_script
-from engine.parallel import add_gradients, orderly_exit, reduce_after
-from posttrain import collapse
+from configurator import run as run_script, settings
+from engine import restore
+
+# Before torch: engine.hardware sets environment variables that torch reads when it loads.
+from engine.hardware import can_compile, pick_device, pick_dtype
+from engine.parallel import Ranks, orderly_exit
+from engine.run import Run
+from posttrain import (
+    collapse,
+    common,  # first: a script started by its path gets posttrain/posttrain.py here
+    start,
+)
 from posttrain.conversations import first_rows, tokenized, weights_of
+from posttrain.forgetting import Old
 
 # -----------------------------------------------------------------------------
 # the run
@@ -137,57 +146,107 @@ def tensors(rows, device):
 
 
 # -----------------------------------------------------------------------------
-# the run: functions for train.py's loop (posttrain/common.py)
+# the loop
+
+
+def train(run, model, optimizer, conversations, longest, rows_at_once, text):
+    """
+    Train on all conversations, `epochs` times. Every rank lays out all rows of a step, and takes its share of them.
+
+    All losses of a step are divided by its learnt tokens, so that those of micro-batches and ranks add up.
+    """
+    ranks, shares = run.ranks, weights_of(data).values()
+    for step in run.steps():
+        numbers = common.chosen(step, batch_size, conversations.sizes, shares, epochs, seed)
+        rows = rows_of([conversations[k] for k in numbers], pack, longest)
+        facts = count(rows) | diagnosis(model, rows, step, run)
+        loss, positions = torch.zeros((), device=run.device), 0
+        for part in run.micro_batches(model, common.shared(rows, rows_at_once, ranks)):
+            idx, targets, doc = tensors(part or rows[:1], run.device)
+            if not part:
+                targets.fill_(-1)                          # no row is left for this rank: it runs too, and adds nothing
+            part_loss = model.loss(idx, targets, doc=doc if pack else None, n_tokens=facts["learnt"])
+            part_loss.backward()
+            loss += part_loss.detach()
+            positions += idx.numel() * ranks.size
+        if run.interrupted:                                # asked to stop between two micro-batches: drop this step
+            break
+
+        loss, norm = run.reduce(model, loss)
+        rate = lr * common.linear(step, run.end, warmup)
+        if run.is_finite(step, loss, norm):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step(grad_scale=min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
+        optimizer.zero_grad()
+
+        run.log_step(step, facts.pop("tokens"), positions, dict(loss=loss), norm, lr=rate, **facts)
+        if text and run.validation_due(step + 1, old_every):
+            run.log(step=step, **text.measure(model, ranks))
+        run.save_if_due(step + 1, model, optimizer)
+
+
+def count(rows):
+    """For the log: the tokens of rows, and how many of them are learnt."""
+    _, said = map(np.concatenate, zip(*itertools.chain(*rows)))
+    return dict(tokens=len(said), learnt=int(said.sum()))
+
+
+def diagnosis(model, rows, step, run):
+    """For the log, now and then: is the representation collapsing?"""
+    if not rank_every or step % rank_every and step + 1 < run.end:
+        return {}
+    # One conversation per row: eager attention with a mask of documents would store the scores of all positions.
+    idx, targets, _ = tensors([[c] for c in itertools.chain(*rows)][:4 * micro_batch], run.device)
+    return collapse.diagnose(model, idx, targets >= 0)
+
+
+# -----------------------------------------------------------------------------
+# from the settings to the run folder
 
 
 def main():
     if show:
         return show_conversations()
-    common.tune(globals(), "conversations", prepare, batches, forward_backward)
+    shape, tok, path = convert.start_of(init_from)
+    longest = common.check_settings(globals(), shape, tok, "conversations")
+    shape.doc_mask, shape.vocab_size = True, max(shape.vocab_size, tok.vocab_size)
+    config = settings(globals(), shape) | dict(max_length=longest)
+    ranks = Ranks(parallel)
+    where = ranks.place(pick_device(device))
+    kind, compiled = pick_dtype(dtype, where), compile and can_compile(where)
+    text = Old(old, tok, shape.block_size, old_windows, out) if old else None
 
-
-def prepare(run):
-    """The conversations of a run as ids on disk."""
-    folder = os.path.join(out, "tokens")
-    run.conversations, bad, sha = tokenized(folder, run.tok, data, run.longest, date, run.ranks, keep_licenses,
+    with Run(config, ranks, where) as run:
+        if resume:                                         # before data are read, which takes minutes
+            restore.compare_with_folder(out, common.decisive(config))
+        conversations, bad, sha = tokenized(os.path.join(out, "tokens"), tok, data, longest, date, ranks, keep_licenses,
                                             decontaminate)
-    found = run.conversations
-    run.items = len(found)
-    run.val.T = run.longest if pack else np.diff(found.starts).max()
-    run.notes = [describe_dropped(bad, run.items, "conversations")] if bad else []
-    run.notes.append(f"{found.tokens:,} tokens, {found.learnt:,} of them learnt")
-    run.hashes = dict(data_hash=sha[:16], tokenizer_hash=run.tok.hash[:16])
-
-
-def batches(run, step):
-    """Yield the conversations of this step and of each later one, as rows. Each rank lays out all of them."""
-    shares = weights_of(data).values()
-    for step in itertools.count(step):
-        numbers = common.chosen(step, batch_size, run.conversations.sizes, shares, epochs, seed)
-        yield rows_of([run.conversations[k] for k in numbers], pack, run.longest)
-
-
-def forward_backward(run, rows, step):
-    """The gradients of a step, as in train.py."""
-    ids, said = map(np.concatenate, zip(*itertools.chain(*rows)))
-    facts = dict(tokens=len(ids), learnt=int(said.sum()))
-    if common.diagnosed(step, rank_every):
-        # One conversation per row: eager attention with a mask of documents would store the scores of all positions.
-        idx, targets, _ = tensors([[c] for c in itertools.chain(*rows)][:4 * micro_batch], run.device)
-        facts |= collapse.diagnose(run.model, idx, targets >= 0)
-    loss, size = torch.zeros((), device=run.device), 0
-    for part, last in common.slices(len(rows), run):
-        mine = rows[part]
-        idx, targets, doc = tensors(mine or rows[:1], run.device)
-        if not mine:
-            targets.fill_(-1)       # an empty micro-batch runs too, and adds nothing
-        reduce_after(run.model, run.ranks, last)
-        _, part_loss = run.model(idx, targets, doc=doc if pack else None, n_tokens=facts["learnt"])
-        part_loss.backward()
-        loss += part_loss.detach()
-        size += idx.numel()
-    add_gradients(run.model, run.ranks)
-    return dict(loss=loss), size * run.ranks.size, facts
+        config |= dict(data_hash=sha[:16], tokenizer_hash=tok.hash[:16])
+        steps = -(-epochs * len(conversations) // batch_size)
+        found = restore.find_same(run, common.decisive(config), steps) if resume else None
+        window = longest if pack else np.diff(conversations.starts).max()
+        rows_at_once = start.check_memory(shape, config, ranks, where, kind, window)
+        model = start.build(shape, config, ranks, where, kind, path, compiled, fresh=not found)
+        warm = min(steps, 100_000)
+        opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, warm, warm, None, state_dtype)
+        if found:
+            restore.load(found[0], model, opt)
+        if text and found:
+            text.recall()
+        config |= start.hash_of(model, config, found)
+        if ranks.is_main:
+            convert.describe(out, config | dict(chat=True), shape, tok)
+            dropped = [describe_dropped(bad, len(conversations), "conversations")] if bad else []
+            print(*dropped, f"{conversations.tokens:,} tokens, {conversations.learnt:,} of them learnt",
+                  f"{len(conversations)} conversations, {steps} step{'s' * (steps != 1)}", sep="\n")
+        run.open(steps, found, model.flops_per_token(window) / ranks.size)
+        if text and not found:
+            run.log(step=0, **text.measure(model, ranks))
+        train(run, model, opt, conversations, longest, rows_at_once, text)
+        if run.close(model, opt):
+            start.finish(run, model, config, text)
+        run.leave(convert.complete)
 
 
 def show_conversations():

@@ -1,22 +1,21 @@
 """
-Shared by all fine-tuning: the start model, adapters next to its weights, and a second validation text. train.py
---init_from (posttrain/attach.py), SFT and QRPO use this file and the loop of train.py.
+The start model of a run, and adapters next to its weights: for train.py --init_from, SFT and QRPO.
 
-Each of them has the settings init_from, lora_r, lora_alpha, lora_on, lora_rs, base and old. Functions here read them
-from `config`, a dict of all settings of a run.
+`settings`, a dict, has all settings of a run; of these init_from, lora_r, lora_alpha, lora_on, lora_rs and base.
 """
 
 import torch
 
 import convert
-import train
-from engine.attention import attend_on
+from data import read_meta
+from engine import restore
+from engine.memory import check_run
 from engine.parallel import distribute
-from engine.restore import refuse_another
 from model import Apertus
-from posttrain import forgetting, lora
+from posttrain import lora
 from posttrain.lora import adapters_of
 from posttrain.quantised import quantise
+from tokenizer import load_for
 
 # The settings of adapters.
 ADAPTERS = ["lora_r", "lora_alpha", "lora_on", "lora_rs", "base"]
@@ -36,105 +35,120 @@ def check_base(base, adapters, sharded=False):
                          "--parallel=ddp holds them whole on each rank, or take --base=bf16")
 
 
-def shapes_of(shape, adapters, base):
+def start_with(name, shape, asked, data):
     """
-    A model on the meta device: shapes, dtypes and which weights are trained.
+    (ApertusConfig, path of the weights) of a run of train.py that starts with the model `name`. shape: what the user
+    has; `asked`, the settings that he has set, may change the window, RoPE and the document mask.
+    """
+    found, theirs, path = convert.start_of(name)
+    check_vocabulary(theirs, data, name)
+    for key, own in vars(shape).items():
+        free = key in ("block_size", "doc_mask") or key.startswith("rope_")
+        if key in asked and not free and own != getattr(found, key) and (own or key != "vocab_size"):
+            raise ValueError(f"{key}={own!r}, but {name} has {getattr(found, key)!r}: leave it out, the start model "
+                             "decides it")
+        if key in asked and free:
+            setattr(found, key, own)
+    found.vocab_size = max(found.vocab_size, read_meta(data)["vocab_size"])
+    return found, path
 
-    shape: ApertusConfig; adapters: as adapters_of returns them; base: fp32, bf16, int8 or nf4, of frozen weights.
-    """
-    with torch.device("meta"):
-        model = Apertus(shape, seed=None)
+
+def check_vocabulary(theirs, data, name):
+    """ValueError if the tokenizers of a data folder and of the model `name` (theirs) differ."""
+    if load_for(data).hash != theirs.hash:
+        raise ValueError(f"{data} was made with another vocabulary than that of {name}: prepare the data with "
+                         f"the model's, python convert.py --load={name} --save=vocabulary.json and "
+                         "python prepare.py TEXTS --tokenizer=vocabulary.json")
+
+
+def outline(shape, settings):
+    """A start model on the current device without values: shapes, dtypes, adapters, and which weights are trained."""
+    adapters, base = adapters_of(settings), settings["base"]
+    model = Apertus(shape, seed=None)
     if base != "fp32":
         model.bfloat16()
     if not DTYPES[base]:
         quantise(model, base)
     if adapters:
-        lora.adapt(model, adapters)
+        lora.adapt(model, adapters, None)
     return model
 
 
-def load_whole(run):
-    """The start model of a run, whole, in the dtype of `base`."""
-    base = run.config["base"]
-    model, _ = convert.load_any(run.config["init_from"], run.device, DTYPES[base], base="" if DTYPES[base] else base)
-    model.dtype = run.dtype
-    return model
+def load_whole(settings, device):
+    """The start model, whole, in the dtype of `base`. Matrices are quantised one by one as they are read."""
+    base = settings["base"]
+    return convert.load_any(settings["init_from"], device, DTYPES[base], base="" if DTYPES[base] else base)[0]
 
 
-def build(run):
+def adapted(shape, settings, ranks, device):
     """
-    The start model of a run on the current device. On meta it has no values yet: init_weights() reads or draws them.
-
-    run.path: where its weights are, as convert.start_of returns it; init_weights() reads it and, with adapters, sets
-    run.start_hash, the hash of the frozen weights. After ready(), this returns the model that the run already has.
+    The model that adapters train, on the current device. Its frozen weights are there already, unless it is on meta:
+    then fill_adapted() reads them.
     """
-    if hasattr(run, "policy"):
-        return run.policy
-    adapters = adapters_of(run.config)
-    base = run.config["base"]
-    check_base(base, adapters, run.ranks.sharded)
-    whole = adapters and not torch.empty(0).is_meta
-    if whole:
-        model = lora.adapt(load_whole(run), adapters)
-        model.config = run.shape                           # the same, but train.py may change its window and RoPE
-    else:
-        model = shapes_of(run.shape, adapters, base) if adapters else Apertus(run.shape, seed=None)
+    adapters, base = adapters_of(settings), settings["base"]
+    check_base(base, adapters, ranks.sharded)
+    if torch.empty(0).is_meta:
+        return outline(shape, settings)
+    model = load_whole(settings, device)
+    model.config = shape                                   # the same, but the run may have changed its window and RoPE
+    return lora.adapt(model, adapters, None)
 
-    def init_weights(seed):
-        if not whole:
-            convert.fill(model, run.path)
-        if adapters:
-            run.start_hash = convert.fingerprint(model)
-            lora.draw(model, seed)
-    model.init_weights = init_weights
+
+def fill_adapted(model, path, seed, ranks):
+    """The frozen weights of a sharded model, and initial adapters."""
+    if ranks.sharded:
+        convert.fill(model, path)
+    lora.draw(model, seed)
+
+
+def build(shape, settings, ranks, device, dtype, path, compiled=False, fresh=True):
+    """What SFT and QRPO train: the start model with its weights, and adapters with --lora_r, on this rank's device."""
+    check_base(settings["base"], adapters_of(settings), ranks.sharded)
+    with torch.device("meta" if ranks.sharded else device):
+        model = adapted(shape, settings, ranks, device) if settings["lora_r"] else Apertus(shape, seed=None)
+    model.dtype = dtype
+    distribute(model, ranks, device, settings["recompute"], compiled)
+    if settings["lora_r"]:
+        fill_adapted(model, path, settings["seed"], ranks)
+    elif fresh:
+        convert.fill(model, path)
     return model
 
 
-def ready(run):
-    """Load the start model of a run before train.py builds its optimizer, as run.policy."""
-    with torch.device("meta" if run.ranks.sharded else run.device):
-        model = build(run)
-    model.dtype = run.dtype
-    distribute(model, run.ranks, run.device)
-    model.init_weights(train.seed)
-    model.init_weights = lambda seed: None
-    attend_on(model, run.device)
-    run.policy = model
+def save_adapter(run, model, settings):
+    """The adapters of a finished run in PEFT's format."""
+    lora.save(model, adapters_of(settings), f"{run.out}/adapter", settings["init_from"], convert.fingerprint(model),
+              run.ranks.is_main)
 
 
 # -----------------------------------------------------------------------------
-# additions to functions of train.py
+# for SFT and QRPO
 
 
-def wrap(old, windows, tok):
-    """
-    Let the loop of train.py save adapters, compare their base when it resumes, and validate on the text `old` too.
+def check_memory(shape, settings, ranks, device, dtype, window):
+    """Items in memory at once (engine/memory.py), now that the tokens of the longest one, `window`, are known."""
+    with torch.device("meta"):
+        model = outline(shape, settings)
+    return check_run(model, settings, ranks, device, dtype, window, settings["micro_batch"], True)
 
-    old, windows: `path` and `most` of forgetting.Old; old="": no such text; tok: the tokenizer of the model.
-    """
-    build_all, validate, finish = train.build_all, train.validate, train.finish
-    text = forgetting.Old(old, tok, train.shape.block_size, windows, train.out) if old else None
 
-    def build_and_compare(run, builder, found):
-        build_all(run, builder, found)
-        if hasattr(run, "start_hash"):
-            own = dict(start_hash=run.start_hash[:16])
-            if found:
-                refuse_another(found[0], found[1]["config"], own)
-            run.config |= own
-        if text and found:
-            text.recall()
+def hash_of(model, settings, found):
+    """{"start_hash": hash of the frozen weights}, if there are adapters. ValueError if it is not the checkpoint's."""
+    if not settings["lora_r"]:
+        return {}
+    own = dict(start_hash=convert.fingerprint(model)[:16])
+    if found:
+        restore.refuse_another(found[0], found[1]["config"], own)
+    return own
 
-    def validate_old(run, windows):
-        entry = validate(run, windows)
-        return entry | text.measure(run.model, run.ranks) if text else entry
 
-    def finish_adapters(run, last):
-        finish(run, last)
-        if text:
-            run.summary |= text.summary(run.ranks.first)
-        if adapters := adapters_of(run.config):
-            lora.save(run.model, adapters, f"{train.out}/adapter", run.config["init_from"], run.start_hash,
-                      run.ranks.first)
-
-    train.build_all, train.validate, train.finish = build_and_compare, validate_old, finish_adapters
+def finish(run, model, settings, text):
+    """After the last save: what was forgotten, the adapters, and a word to the user. text: forgetting.Old, or None."""
+    run.summary = dict(steps=run.done)
+    if text:
+        run.log(step=run.done - 1, **text.measure(model, run.ranks))
+        run.summary |= text.summary(run.ranks.is_main)
+    if settings["lora_r"]:
+        save_adapter(run, model, settings)
+    if run.ranks.is_main:
+        print(f"{run.out}: talk to it with python sample.py --chat --init_from={run.out}")

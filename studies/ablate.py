@@ -137,7 +137,7 @@ def planned(study, arm, lr, seed):
         study["size"],
         *study["arms"][arm].split(),
         f"--lr={lr}",
-        f"--lr_floor={lr / 10}",
+        f"--min_lr={lr / 10}",
         f"--seed={seed}",
         f"--data={data}",
         "--minutes=0.0",

@@ -67,7 +67,7 @@ def wsd():
     WSD holds its peak for as long as you like: only the decay needs to know where the run ends.
     """
     big = SimpleNamespace(**read_config("configs/8b.py"))
-    rates = big.lr, big.lr_floor, big.warmup_samples, big.total_samples
+    rates = big.lr, big.min_lr, big.warmup_samples, big.total_samples
     samples = np.linspace(0, big.total_samples, 10_000)
     return samples * 4096 / 1e12, {
         "learning rate: WSD": [1e4 * schedule.wsd(s, *rates, big.decay_samples) for s in samples],

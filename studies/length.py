@@ -48,8 +48,8 @@ DATA = """
 # of the windows and falls over a third.
 COMMANDS = dict(line.split(": ") for line in """
 train: {run} {run}/summary.json train configs/recipe.py --goldfish_k=0 --data={out}/data/{kind} --seed={seed}
-text: --lr=2e-3 --lr_floor=2e-4
-register: --lr=1e-3 --lr_floor=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) --n_layer=2 --n_head=2 \
+text: --lr=2e-3 --min_lr=2e-4
+register: --lr=1e-3 --min_lr=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) --n_layer=2 --n_head=2 \
 --n_kv_head=1 --n_embd=64 --ffn_dim=256
 text short: --batch_size=4 --micro_batch=4 --total_samples=6000 --warmup_samples=600 --decay_samples=2000
 text raised: --batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133
@@ -60,9 +60,9 @@ register raised: --batch_size=4 --micro_batch=4 --total_samples=400 --warmup_sam
 register kept: --batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132
 register long: --batch_size=4 --micro_batch=4 --total_samples=8400 --warmup_samples=840 --decay_samples=2800
 short: --block_size=256 --rope_theta=5e5 --out={run} --resume
-raised: --block_size=1024 --rope_theta=2e6 --lr=5e-4 --lr_floor=5e-5 --init_from={out}/{kind}/seed-{seed}/short \
+raised: --block_size=1024 --rope_theta=2e6 --lr=5e-4 --min_lr=5e-5 --init_from={out}/{kind}/seed-{seed}/short \
 --out={run} --resume
-kept: --block_size=1024 --rope_theta=5e5 --lr=5e-4 --lr_floor=5e-5 --init_from={out}/{kind}/seed-{seed}/short \
+kept: --block_size=1024 --rope_theta=5e5 --lr=5e-4 --min_lr=5e-5 --init_from={out}/{kind}/seed-{seed}/short \
 --out={run} --resume
 long: --block_size=1024 --rope_theta=5e5 --out={run} --resume
 evaluate text: ; {run}-evaluated {run}/evaluation.json evaluate --init_from={run} --window=1024 --by_position=128

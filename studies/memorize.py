@@ -83,7 +83,7 @@ k50-window: 512 --goldfish_k=50 --goldfish_hash=mix --goldfish_scope=window
 """.strip().splitlines())
 TRAIN = """
     --n_layer=4 --n_head=4 --n_kv_head=2 --n_embd=128 --ffn_dim=512 --init_std=0.02 --rope_scaling=0.0
-    --optimizer=adamw --betas=(0.9,0.95,0.9999) --grad_clip=1.0 --lr=3e-3 --lr_floor=3e-5
+    --optimizer=adamw --betas=(0.9,0.95,0.9999) --grad_clip=1.0 --lr=3e-3 --min_lr=3e-5
     --eval_every=0 --last_eval_windows=300 --sample_every=0 --checkpoint_every=0
 """
 RECITATION = """# Recitation

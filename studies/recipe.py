@@ -68,7 +68,7 @@ train: train configs/recipe.py --data=$here/data
 long: train configs/recipe.py --init_from=$here/base --data=$here/data --block_size=1024 --rope_theta=$more
 '--stages=(("long", {"pages": 0.45, "corpus": 0.5, "guests": 0.05}, <300>, $long_order),)'
 --batch_size=1 --micro_batch=1 --total_samples=<300> --warmup_samples=<30> --decay_samples=<150>
---lr=5e-4 --lr_floor=5e-5 --out=$run --resume > $run/summary.json
+--lr=5e-4 --min_lr=5e-5 --out=$run --resume > $run/summary.json
 
 sft: posttrain.sft --init_from=$here/long '--data={$more}' --lr=1e-3 --seed=$seed
 --optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --resume --out=$run > $run/summary.json

@@ -74,7 +74,7 @@ if __name__ == "__main__":
         # The tokens/s count each position once: two groups of ranks have two windows each.
         assert positions == 2 * IDX.numel()
         # What one rank cannot make is an error of all, at once.
-        checkpoint.make_folder = str if ranks.first else os.readlink
+        checkpoint.make_folder = str if ranks.is_main else os.readlink
         with pytest.raises(OSError):
             checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.files)
         ranks.leave()

@@ -19,7 +19,7 @@ from data import TokenDataset
 from engine.runs import settings_of
 
 RUN = """--total_samples=40 --warmup_samples=8 --decay_samples=16 --batch_size=8 --micro_batch=4 --lr=1e-3 --seed=29
-    --sample_every=0 --lr_floor=1e-4 --dtype=float32 --eval_every=4 --eval_windows=8 --last_eval_windows=8
+    --sample_every=0 --min_lr=1e-4 --dtype=float32 --eval_every=4 --eval_windows=8 --last_eval_windows=8
     --checkpoint_every=2 --keep_checkpoints=0 --compile=False""".split()
 ADAPTERS = "--lora_r=4 --lora_alpha=8 --lr=1e-2 --weight_decay=0.5 --rope_theta=50".split()
 
@@ -49,7 +49,7 @@ def windows(lab):
 
 def test_the_curve_begins_with_the_loss_of_the_start_model_and_everything_else_is_new(lab, runs):
     idx, targets, keep, doc = windows(lab)
-    _, nll = convert.load_any(str(lab / "pretrained"))[0](idx, targets, doc=doc, per_token=True)
+    nll = convert.load_any(str(lab / "pretrained"))[0].nll(idx, targets, doc=doc)
     first, *steps = log(runs / "continued")
     assert first["step"] == first["tokens"] == steps[0]["lr"] == 0
     assert first["val_loss"] == pytest.approx(nll[keep].mean().item(), rel=1e-6)

@@ -80,7 +80,7 @@ def test_the_teacher_sees_the_documents_as_its_student_does(lab, tmp_path):
     The student's doc_mask applies: a teacher with the student's weights, trained with a mask, agrees with a student
     without one. KL and its gradient are exactly 0.
     """
-    frozen = ["--lr=0.0", "--lr_floor=0.0", "--total_samples=40"]
+    frozen = ["--lr=0.0", "--min_lr=0.0", "--total_samples=40"]
     learn(lab, tmp_path / "twin", *frozen, "--distill=0", "--doc_mask=True")
     learn(lab, tmp_path / "run", *frozen, "--distill=1.0", "--doc_mask=False", teacher=tmp_path / "twin")
     assert [found[1:] for found in steps(tmp_path / "run")] == [[0, 0]] * 5

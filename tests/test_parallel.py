@@ -118,7 +118,7 @@ def test_srun_says_which_rank_a_process_is(monkeypatch):
     assert parallel.launched() == (5, 8, 1, 4)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("nid007", str(20000 + 123456 % 12000))
     ranks, one = parallel.Ranks("hsdp"), parallel.Ranks()
-    assert (ranks.rank, ranks.size, ranks.shard, ranks.first) == (5, 8, 4, False)
+    assert (ranks.rank, ranks.size, ranks.shard, ranks.is_main) == (5, 8, 4, False)
     assert (one.rank, one.size) == (0, 1)
     env["SLURM_NTASKS"] = "1"
     assert parallel.launched() is None

@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import ROOT, refused, script
 from lab import run, tuning
-from plain import Plain
 from tiny import small, write_rows
 from trained import log
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
@@ -17,6 +16,7 @@ import convert
 import tokenizer
 from engine.files import read_text
 from generate import generate
+from plain import Plain
 from posttrain import common
 
 TOK = tokenizer.load("byte")

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from plain import Plain
 from trained import RUN, SIX_STEPS, data, log  # noqa: F401
 
 import convert
@@ -16,6 +15,7 @@ from data import TokenDataset
 from engine import restore
 from engine.runs import settings_of
 from model import Apertus, ApertusConfig
+from plain import Plain
 
 T, BATCH, SAMPLES, SEED = 32, 8, 48, 5
 VALIDATED = "--eval_every=2 --eval_windows=7 --checkpoint_every=2".split()
@@ -23,7 +23,7 @@ VALIDATED = "--eval_every=2 --eval_windows=7 --checkpoint_every=2".split()
 
 def nll(model, idx, targets, doc):
     """The negative log-likelihood of each target, from all logits."""
-    logp = model(idx, doc=doc)[0].log_softmax(-1)
+    logp = model(idx, doc=doc).log_softmax(-1)
     return -logp.gather(-1, targets[..., None])[..., 0]
 
 

@@ -108,15 +108,13 @@ def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
 
 
 def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path, monkeypatch):
-    import generate
-
     asked = []
 
     def noted(model, prompts, n, **how):
         asked.append((n, model.training, how["temperature"], how["top_k"]))
         return [[1, 129]]
 
-    monkeypatch.setattr(generate, "generate", noted)
+    monkeypatch.setattr("sample.generate", noted)
     says(ran(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40"), "\nA\n")
     assert asked == [(32, False, 0.8, 50)] * 2  # after step 3 and at the end
 
@@ -311,14 +309,14 @@ def test_minutes_bring_checkpoints_and_validations_and_the_speed_is_a_median(dat
 def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_written_when_asked(
     data, runs, tmp_path, monkeypatch
 ):
-    calls, forward = itertools.count(1), Apertus.forward
+    calls, forward = itertools.count(1), Apertus.loss
 
     def signalled(*args, **how):
         if "n_tokens" in how and next(calls) in (15, 19):  # the first micro-batch of two of step 7, the last of 8
             signal.raise_signal(signal.SIGTERM)
         return forward(*args, **how)
 
-    monkeypatch.setattr("model.Apertus.forward", signalled)
+    monkeypatch.setattr("model.Apertus.loss", signalled)
     new = tmp_path / "new"
     new.mkdir()
     for name in ("profile", "cooldown"):  # the second is an old file, which a new run ignores

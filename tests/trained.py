@@ -23,7 +23,7 @@ RUN = """
 """.split()
 SIX_STEPS = """
     --alpha_warmup=0 --beta3_warmup=0 --total_samples=48 --warmup_samples=16 --decay_samples=16 --lr=1e-2
-    --lr_floor=1e-3 --betas=(0.8,0.95,0.99) --alpha=3.0 --eps=1e-4 --weight_decay=0.5 --last_eval_windows=11
+    --min_lr=1e-3 --betas=(0.8,0.95,0.99) --alpha=3.0 --eps=1e-4 --weight_decay=0.5 --last_eval_windows=11
 """.split()
 
 

@@ -10,4 +10,4 @@ betas = (0.9, 0.95, 0.9999)       # the third is not used
 grad_clip = 1.0
 schedule = "cosine"
 lr = 3e-4
-lr_floor = 3e-5
+min_lr = 3e-5

@@ -21,7 +21,7 @@ warmup_samples = 4 * 72
 decay_samples = 4 * 432      # the last 30 %
 
 lr = 1e-3
-lr_floor = 1e-4
+min_lr = 1e-4
 betas = (0.9, 0.999, 0.99)
 alpha = 2.0
 
