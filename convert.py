@@ -387,7 +387,7 @@ def load_any(name, device="cpu", dtype=None, base=""):
             lora.load(model, folder, fingerprint(model))
             return model, tok
         settings = settings_of(folder)
-        adapters = lora.adapters_of(settings)
+        adapters = lora.lora_config(settings)
         # The vocabulary comes before the weights, which take minutes: an error comes early.
         shape, tok = shape_in(folder), load_for(folder)
         ids, rows = tok.vocab_size, shape.vocab_size
@@ -399,7 +399,7 @@ def load_any(name, device="cpu", dtype=None, base=""):
             model, _ = load_any(start, device, dtype, base)
             if fingerprint(model)[:16] != settings["start_hash"]:
                 raise ValueError(f"{folder} was trained on other weights than those of {start} today")
-            lora.adapt(model, adapters, None)
+            lora.add_lora(model, adapters)
             restore.load(weights_in(folder), model)
             model.config = shape                           # the run may have changed its window and RoPE
             return model, tok

@@ -153,13 +153,6 @@ def read_meta(folder):
     return meta
 
 
-def special_ids(folder):
-    """The ids of the control tokens of a data folder's vocabulary."""
-    from tokenizer import load_for  # here, since training itself needs no tokenizer
-
-    return (*load_for(folder).special.values(),)
-
-
 # -----------------------------------------------------------------------------
 # Samples
 
@@ -171,10 +164,10 @@ class Batch(NamedTuple):
     keep: torch.Tensor
     doc: torch.Tensor
 
-    def split(self, rows, device):
-        """The batch on a device, as a list of batches of `rows` windows."""
+    def split(self, micro_batch_size, device):
+        """The batch on a device, as a list of micro-batches of so many windows."""
         # Copied once a step, since a GPU finishes all queued kernels before each copy from pageable memory.
-        return [Batch(*part) for part in zip(*(t.to(device).split(rows) for t in self))]
+        return [Batch(*part) for part in zip(*(t.to(device).split(micro_batch_size) for t in self))]
 
 
 class TokenDataset:
@@ -186,13 +179,13 @@ class TokenDataset:
     with its share of the samples.
 
     goldfish_k > 0 drops 1/k of the targets. goldfish_scope 'stream' hashes across the window's start, 'window'
-    (Apertus) does not: goldfish.py explains why it matters. exempt: ids that Goldfish never drops.
+    (Apertus) does not: goldfish.py explains why it matters.
 
     ValueError: a source is missing, or has less text than one window; wrong settings of Goldfish.
     """
 
     # A StagedDataset has a number of samples here, after which the run ends.
-    stop = None
+    stage_end = None
 
     def __init__(
         self,
@@ -204,7 +197,6 @@ class TokenDataset:
         goldfish_h=50,
         goldfish_hash="product",
         goldfish_scope="window",
-        exempt=(),
         sources=None
     ):
         if block_size < 1:
@@ -213,7 +205,6 @@ class TokenDataset:
         self.T = block_size
         self.seed = seed
         self.goldfish = goldfish_k, goldfish_h, goldfish_hash
-        self.exempt = exempt
         if goldfish_k:
             # A mask of no labels, so that a wrong setting is an error before the run begins.
             goldfish_mask(torch.empty(0, dtype=torch.int64), *self.goldfish)
@@ -297,7 +288,7 @@ class TokenDataset:
         keep = idx != self.meta["eos"]
         doc = (idx == self.meta["bos"]).cumsum(1)
         if self.goldfish[0]:
-            keep &= goldfish_mask(targets, *self.goldfish, ids[:, : self.n_context], self.exempt)
+            keep &= goldfish_mask(targets, *self.goldfish, ids[:, : self.n_context])
         return Batch(idx, targets, keep, doc)
 
     def bits_per_byte(self, nats_per_token):
@@ -312,7 +303,7 @@ class TokenDataset:
         return nats_per_token / np.log(2) * n_predicted / n_bytes
 
 
-def ahead(fetch, step):
+def prefetch(fetch, step):
     """
     Yield fetch(step), fetch(step + 1), ...: a thread fetches the next one while the caller works on this one.
 

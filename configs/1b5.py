@@ -22,7 +22,6 @@ lr = 1.5e-4                       # half of the cosine baseline's, by the report
 min_lr = 1.5e-5
 grad_clip = 0.1
 alpha_warmup = 48_441
-beta3_warmup = 48_441
 
 eval_every = 1000
 sample_every = 0

@@ -19,7 +19,6 @@ decay_samples = 512 * 9536
 lr = 1.5e-4
 min_lr = 1.5e-5
 alpha_warmup = 47_684
-beta3_warmup = 47_684
 
 eval_every = 1000
 sample_every = 0

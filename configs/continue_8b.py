@@ -40,8 +40,7 @@ lr = 5.5e-5
 min_lr = 5.5e-6
 betas = (0.9, 0.999, 0.999)
 alpha = 4.0
-alpha_warmup = 19_248             # both grow over the whole run
-beta3_warmup = 19_248
+alpha_warmup = 19_248             # alpha and the slow beta grow over the whole run
 
 eval_every = 250
 sample_every = 0

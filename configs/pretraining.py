@@ -11,7 +11,6 @@ total_samples = 3_662_109_375
 warmup_samples = 4_096_000
 decay_samples = 403_905_806       # the cooldown begins at 13.35T tokens
 alpha_warmup = 100_000
-beta3_warmup = 100_000
 
 eval_every = 1000
 sample_every = 0

@@ -183,9 +183,9 @@ class Saver:
     Prints the error of a failed save (disk full), and training continues. OSError after `patience` failures in a row.
     """
 
-    def __init__(self, folder, keep, group, patience):
+    def __init__(self, folder, keep, group, patience=3):
         self.folder, self.keep, self.group = folder, keep, group
-        self.patience = patience
+        self.patience = patience                           # a full disk is often emptied within two saves
         self.failures = 0
         self.pending = None
         self.thread = ThreadPoolExecutor(1)

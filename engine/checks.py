@@ -3,48 +3,55 @@
 import math
 
 CHOICES = dict(
-    parallel="auto, none, ddp, fsdp, hsdp",
-    recompute="none, cheap, selective, full",
-    goldfish_scope="window, stream",
-    loss_average="step, micro",
-    schedule="wsd, cosine",
-    optimizer="ademamix, adamw",
-    state_dtype="float32, bfloat16")
-COUNTS = """eval_every eval_minutes eval_windows last_eval_windows sample_every checkpoint_every checkpoint_minutes
-            keep_checkpoints save_failures skip_nonfinite grad_clip batch_ramp_at alpha_warmup beta3_warmup lr
-            min_lr eps weight_decay hsdp_shard timeout"""
+    parallel=["auto", "none", "ddp", "fsdp", "hsdp"],
+    recompute=["none", "cheap", "selective", "full"],
+    goldfish_scope=["window", "stream"],
+    loss_average=["step", "micro"],
+    schedule=["wsd", "cosine"],
+    optimizer=["ademamix", "adamw"],
+    state_dtype=["float32", "bfloat16"])
+NOT_NEGATIVE = [
+    "eval_every", "eval_windows", "last_eval_windows", "sample_every", "checkpoint_every", "checkpoint_minutes",
+    "keep_checkpoints", "grad_clip", "batch_ramp_at", "alpha_warmup", "lr", "min_lr", "weight_decay", "hsdp_shard",
+    "timeout", "minutes"]
 
 
-def check_settings(s, by_clock):
-    """s: all settings, a dict; by_clock: whether the minutes end the run. ValueError, one line."""
-    for name, kinds in CHOICES.items():
-        if s[name] not in kinds.split(", "):
-            raise ValueError(f"{name}={s[name]!r}: there is {kinds}")
-    for name in COUNTS.split():
-        if s[name] < 0:
-            raise ValueError(f"{name}={s[name]}: want 0 or more; --help says what 0 means")
-    whole = s["schedule"] == "wsd" and s["decay_samples"] < s["total_samples"] and not s["stage"]
-    if by_clock and not (whole and 0 < s["minutes"] < math.inf):
-        raise ValueError(f"minutes={s['minutes']:g} finds the end of a run while it trains: it wants a positive "
-                         "number, schedule=wsd, a decay shorter than total_samples, and no stage; --minutes=0 counts "
-                         "samples")
-    if s["total_samples"] < s["batch_size"]:
-        raise ValueError(f"total_samples={s['total_samples']} is less than one step of batch_size={s['batch_size']}")
-    if s["optimizer"] == "adamw" and s["state_dtype"] == "bfloat16":
+def check_settings(settings, by_clock):
+    """ValueError, one line, for a setting that cannot work. settings: all, a dict; by_clock: minutes end it."""
+    for name, choices in CHOICES.items():
+        if settings[name] not in choices:
+            raise ValueError(f"{name}={settings[name]!r}: there is {', '.join(choices)}")
+    for name in NOT_NEGATIVE:
+        if settings[name] < 0:
+            raise ValueError(f"{name}={settings[name]}: want 0 or more; --help says what 0 means")
+    check_length(settings, by_clock)
+    check_start(settings)
+    if settings["optimizer"] == "adamw" and settings["state_dtype"] == "bfloat16":
         raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
                          "use --optimizer=ademamix, or leave state_dtype out")
-    if (s["lora_r"] or s["base"] != "fp32") and not s["init_from"]:
-        raise ValueError(f"lora_r={s['lora_r']}, base={s['base']}: adapters are trained next to the frozen weights of "
-                         "a model: name it with --init_from")
-    if s["lora_r"] and s["fp8"]:
-        raise ValueError(f"lora_r={s['lora_r']} freezes the matrices that fp8={s['fp8']} trains: leave one of them out")
-    if s["goldfish_exempt"] not in ("", "special"):
-        raise ValueError(f"goldfish_exempt={s['goldfish_exempt']!r}: want special, or leave it out")
-    if not 0 <= s["distill"] <= 1:
-        raise ValueError(f"distill={s['distill']}: want the teacher's share of the loss, between 0 and 1")
-    if s["old"] and (not s["init_from"] or s["sequence_parallel"] > 1):
-        raise ValueError(f"old={s['old']} measures what the start model forgets: name one with --init_from, and leave "
-                         "sequence_parallel out")
+    if not 0 <= settings["distill"] <= 1:
+        raise ValueError(f"distill={settings['distill']}: want the teacher's share of the loss, between 0 and 1")
+
+
+def check_length(settings, by_clock):
+    """ValueError if the run has no first step, or minutes cannot find its end."""
+    total, minutes = settings["total_samples"], settings["minutes"]
+    finds_its_end = settings["schedule"] == "wsd" and settings["decay_samples"] < total and not settings["stage"]
+    if by_clock and not (finds_its_end and minutes < math.inf):
+        raise ValueError(f"minutes={minutes:g} finds the end of a run while it trains: it wants a positive number, "
+                         "schedule=wsd, a decay shorter than total_samples, and no stage; --minutes=0 counts samples")
+    if total < settings["batch_size"]:
+        raise ValueError(f"total_samples={total} is less than one step of batch_size={settings['batch_size']}")
+
+
+def check_start(settings):
+    """ValueError for adapters without a start model, or on matrices that are trained themselves."""
+    lora_r, base = settings["lora_r"], settings["base"]
+    if (lora_r or base != "fp32") and not settings["init_from"]:
+        raise ValueError(f"lora_r={lora_r}, base={base}: adapters are trained next to the frozen weights of a model: "
+                         "name it with --init_from")
+    if lora_r and settings["fp8"]:
+        raise ValueError(f"lora_r={lora_r} freezes the matrices that fp8=True trains: leave one of them out")
 
 
 def check_vocabulary(config, meta, data, init_from):

@@ -88,9 +88,9 @@ def ways_of(node, most, rows):
                    for shards in range(node, most + 1, node) if not most % shards], key=lambda way: way[0] > node)
 
 
-def check_run(model, settings, ranks, device, dtype, window, rows, again=False):
+def fit_to_memory(model, settings, ranks, device, dtype, window, rows, again=False):
     """
-    Make a step fit on its device, and print the sum on a GPU. Returns how many windows are in memory at once.
+    Make a step fit on its device, and print the sum on a GPU. Returns (windows in memory at once, ranks of a copy).
 
     model: on the meta device; window: tokens of a window; rows: windows as asked for. If they do not fit, fewer are in
     memory at once (not with --exact); with hsdp and no hsdp_shard, more ranks share a copy. ValueError, with the sum
@@ -99,7 +99,7 @@ def check_run(model, settings, ranks, device, dtype, window, rows, again=False):
     """
     free = has = memory_of(device)
     if not has:
-        return rows
+        return rows, ranks.shard
     if device.startswith("cuda") and not again:
         # The step can use memory that this process has freed, but not that of a teacher or of other processes. Add the
         # 1 GB that CUDA itself takes in this process, since the sum counts it too.
@@ -115,20 +115,20 @@ def check_run(model, settings, ranks, device, dtype, window, rows, again=False):
     most = ranks.size if ranks.mode == "hsdp" and not settings["hsdp_shard"] and not again else ranks.shard
     ways = [way for way in ways_of(ranks.shard, most, rows) if way[1] == rows or not ranks.exact]
     fits = (way for way in ways if takes(way[0], micro_batch=way[1])["total"] <= has)
-    ranks.shard, rows = next(fits, ways[0])
+    shards, rows = next(fits, ways[0])
     settings = settings | dict(micro_batch=rows)
-    kinds = takes(ranks.shard)
+    kinds = takes(shards)
     parts = ", ".join(f"{kind} {gb(size)}" for kind, size in kinds.items())
-    line = (f"GB that a step takes, with micro_batch={rows} and a copy of the model on {ranks.shard}: {parts}; "
+    line = (f"GB that a step takes, with micro_batch={rows} and a copy of the model on {shards}: {parts}; "
             f"{device} has {gb(free)} of {gb(has)} free")
     if kinds["total"] > free:
-        advice = "; or ".join(commands_that_fit(takes, settings, ranks.shard, free, 12 * (device != "cpu")))
+        advice = "; or ".join(commands_that_fit(takes, settings, shards, free, 12 * (device != "cpu")))
         if settings.get("init_from") and not settings["lora_r"]:
             advice += "; or train adapters, --lora_r=16 --base=bf16"
         raise ValueError(f"{line}: {advice}")
     if ranks.is_main and tokens and device.startswith("cuda"):
         print(line)
-    return rows
+    return rows, shards
 
 
 def gb(size):

@@ -10,7 +10,7 @@ One step of training on many processes, with the same numbers as on one.
              its gradients are reduce-scattered. Weights travel in bf16 (the embedding in fp32), gradients in fp32
     hsdp     fsdp inside a node, where links are fast, and one all-reduce of the shards between nodes
 
-If any rank is stopped or meets a NaN, all ranks stop in the same step: the flags travel in the all-reduce of the loss.
+Flags (stop, save, ...) are agreed in an all-reduce of their own before a step, so all ranks stop in the same step.
 Collectives and sharding are torch's. Added here is the order: recompute activations, compile, shard, then fill each
 shard. Tensor and pipeline parallelism, which thousands of GPUs need (python -m tools.plan says when), are in
 github.com/pytorch/torchtitan.
@@ -19,6 +19,7 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
 """
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -67,11 +68,11 @@ class Ranks:
 
     mode: none | ddp | fsdp | hsdp, or auto: none without a launcher, fsdp on one node, hsdp on several. exact: add
     gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, even with one process. shard: with
-    hsdp, how many ranks share one copy of the model; 0 = those of a node. ValueError for settings that cannot work. No
-    connection is opened before join().
+    hsdp, how many ranks share one copy of the model; 0 = those of a node. P: neighbouring ranks that read the same
+    samples and share each window. ValueError for settings that cannot work. No connection is opened before join().
     """
 
-    def __init__(self, mode="none", exact=False, shard=0):
+    def __init__(self, mode="none", exact=False, shard=0, P=1):
         # A single process inside a Slurm job has srun's variables too. With mode none only torchrun's count.
         found = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
         self.rank, self.size, self.local, node = found or (0, 1, 0, 1)
@@ -89,13 +90,25 @@ class Ranks:
         self.exact = exact
         self.is_main = self.rank == 0
         self.sharded = self.mode in ("fsdp", "hsdp")
-        # Which samples this rank reads: part `group` of `groups`. P ranks that share a window are one group.
-        self.group, self.groups, self.P = self.rank, self.size, 1
-        # How many ranks share one copy of the weights. engine/memory.py may raise it before join().
-        self.shard = dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1)
-        check_split("hsdp_shard", self.shard, processes=self.size)
-        # The process group that writes checkpoints, from join() to leave().
-        self.files = None
+        # Which samples this rank reads: part `group` of `groups`. P neighbours that share each window are one group, in
+        # which this rank computes part `part` of the positions (engine/sequence.py).
+        check_split("sequence_parallel", P, processes=self.size)
+        if exact and P > 1:
+            raise ValueError("exact=True is bit-exact on any number of ranks, and sums over a split window "
+                             "round differently: leave it out, or take --sequence_parallel=1")
+        self.P, self.groups = P, self.size // P
+        self.group, self.part = divmod(self.rank, P)
+        # How many ranks share one copy of the weights, and how many copies there are.
+        self.shard = self.replicas = 1
+        self.shard_over(dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1))
+        # From join() to leave(): the process groups that write checkpoints, agree on flags and share a window; the
+        # mesh, the device.
+        self.files = self.talk = self.window = self.mesh = self.device = None
+
+    def shard_over(self, shard):
+        """Let this number of ranks share one copy of the weights. Before join()."""
+        check_split("hsdp_shard", shard, processes=self.size)
+        self.shard, self.replicas = shard, self.size // shard
 
     def place(self, device):
         """The device of this rank: cuda becomes cuda:LOCAL_RANK. ValueError if it has no GPU."""
@@ -126,8 +139,6 @@ class Ranks:
 
     def join(self, device, timeout):
         """Meet the other ranks: nccl on CUDA, gloo on CPU. timeout: seconds that a rank waits for another."""
-        # How many ranks hold the same gradient.
-        self.replicas = self.size // self.shard
         kind = torch.device(device).type
         if kind == "cuda":
             torch.cuda.set_device(device)
@@ -146,6 +157,8 @@ class Ranks:
         self.device = device
         shape = (self.replicas, self.shard) if self.mode == "hsdp" else (self.size,)
         self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("replicas", "shards")[-len(shape):])
+        if self.P > 1:
+            self.window, _ = dist.new_subgroups(self.P)
         if self.exact:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
             torch.set_num_threads(1)                       # two threads split a sum in two, which rounds it differently
@@ -160,7 +173,7 @@ class Ranks:
         return total.tolist()
 
     def any_rank(self, **flags):
-        """{name: whether the flag is set on any rank}. On the CPU, since a GPU would first finish all queued kernels."""
+        """{name: whether it is set on any rank}. On the CPU, since a GPU would first finish all queued kernels."""
         if self.size > 1:
             counts = torch.tensor([float(flag) for flag in flags.values()])
             dist.all_reduce(counts, group=self.talk)
@@ -219,6 +232,17 @@ def drop_gathered(model):
 # one step, on all of them
 
 
+def split_batch(ranks, idx, targets, keep, doc):
+    """
+    The positions of a batch (B, T) that this rank computes if P ranks share each window, and their numbers (T/P,):
+    arguments of Apertus.loss. doc stays whole, since attention needs it.
+    """
+    numbers = torch.arange(idx.shape[1], device=idx.device)
+    idx, targets, keep, numbers = (x.chunk(ranks.P, -1)[ranks.part] for x in (idx, targets, keep, numbers))
+    return idx, targets, keep, doc, numbers
+
+
+
 def reduce_after(model, ranks, last):
     """
     Set before a micro-batch whether sharded gradients are added over ranks after it; last: it is the step's last one.
@@ -236,16 +260,28 @@ def gradients(model):
     return [local(p.grad) for p in model.parameters() if p.grad is not None]
 
 
-def add_gradients(model, ranks):
-    """With ddp: add the gradients of all ranks, once a step. Sharded ones have been added."""
-    if ranks.mode == "ddp":
+def reduce_step(model, ranks, losses):
+    """
+    Add the losses and gradients of all ranks, once a step. losses: of this rank, any shape. Returns the sums, a list of
+    floats, and the L2 norm of the gradient, all the same on every rank.
+    """
+    if ranks.mode == "ddp":                                # FSDP has added its gradients
         for grad in gradients(model):
             dist.all_reduce(grad)
+    *losses, square = ranks.all_reduce(*losses.view(-1), square_norm(model, ranks))
+    return losses, math.sqrt(square)
+
+
+def check_finite(step, losses, norm):
+    """ValueError if a loss or the gradient's norm is not finite. To be called before the update."""
+    if not math.isfinite(sum(losses) + norm):
+        raise ValueError(f"step {step}: loss {losses[0]}, gradient norm {norm}. Stopped before the update, so no "
+                         "checkpoint holds it. Try a lower --lr, a longer warm-up, or --dtype=float32")
 
 
 def square_norm(model, ranks):
     """
-    This rank's part of the squared L2 norm of all gradients, as a float. ranks.all_reduce() gives the sum.
+    This rank's part of the squared L2 norm of all gradients, a float.
 
     Summed in fp64: in fp32 the norms of shards and of whole tensors differ by 2e-6, and so do clipped updates.
     """
@@ -260,7 +296,7 @@ def square_norm(model, ranks):
 # the end of a process
 
 
-def stop_signals(names=("SIGTERM", "SIGUSR2")):
+def catch_signals(*names):
     """
     A list that fills when one of these signals arrives. The loop reads it between micro-batches; the handler must do no
     more, since it may interrupt an all-reduce.

@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from engine.files import make_folder, read_json
-from engine.runs import entry_of, settings_of
+from engine.log import read_entry
+from engine.runs import settings_of
 
 paths = []             # run folders
 out = "out/plot.png"   # the plot
@@ -44,7 +45,7 @@ UNITS = dict(tokens=("million tokens", 1e6), step=("step", 1), seconds=("minutes
 def entries(folder):
     """Yield the entries of a run's log.jsonl in order, without torn lines. OSError if there is no such file."""
     with open(f"{folder}/log.jsonl", encoding="utf-8", errors="replace") as f:
-        yield from filter(None, map(entry_of, f))
+        yield from filter(None, map(read_entry, f))
 
 
 def points(folder, panels, x_axis):

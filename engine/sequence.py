@@ -10,10 +10,9 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py configs/long/64k.py --paral
 """
 
 import torch
-import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from engine.parallel import Ranks, check_split
+from engine.parallel import check_split
 from model import attend
 
 HEADS, POSITIONS = 1, 2            # dimensions of q, k and v
@@ -31,37 +30,16 @@ def exchange(x, ranks, give, take):
     return torch.cat(parts.unbind(), take)
 
 
-class SplitRanks(Ranks):
-    """Ranks of which P > 1 neighbours read the same samples and share each window. ValueError if P does not fit."""
+class WindowAttention:
+    """model.attend over whole windows, of which each rank of a group holds 1/P."""
 
-    def __init__(self, P, *how):
-        super().__init__(*how)
-        check_split("sequence_parallel", P, processes=self.size)
-        if self.exact:
-            raise ValueError("exact=True is bit-exact on any number of ranks, and sums over a split window "
-                             "round differently: leave it out, or take --sequence_parallel=1")
-        self.P = P
-        self.groups = self.size // P
-        self.group, self.part = divmod(self.rank, P)
-
-    def join(self, device, timeout):
-        super().join(device, timeout)
-        self.window, _ = dist.new_subgroups(self.P)
-
+    def __init__(self, ranks):
+        self.ranks = ranks
 
     def attend(self, q, k, v, doc=None):
-        """model.attend over whole windows: q, k, v (B, heads, T/P, D), doc (B, T) -> (B, H, T/P, D)."""
-        q, k, v = (exchange(x, self, HEADS, POSITIONS) for x in (q, k, v))
-        return exchange(attend(q, k, v, doc), self, POSITIONS, HEADS)
-
-    def part_of(self, idx, targets, keep, doc):
-        """
-        This rank's positions of a batch (B, T), and their numbers (T/P,): arguments of Apertus.loss. doc stays whole,
-        since attention needs it.
-        """
-        numbers = torch.arange(idx.shape[1], device=idx.device)
-        idx, targets, keep, numbers = (x.chunk(self.P, -1)[self.part] for x in (idx, targets, keep, numbers))
-        return idx, targets, keep, doc, numbers
+        """q, k, v (B, heads, T/P, D), doc (B, T) -> (B, H, T/P, D)."""
+        q, k, v = (exchange(x, self.ranks, HEADS, POSITIONS) for x in (q, k, v))
+        return exchange(attend(q, k, v, doc), self.ranks, POSITIONS, HEADS)
 
 
 def split_attention(model, ranks):
@@ -69,4 +47,4 @@ def split_attention(model, ranks):
     c = model.config
     check_split("sequence_parallel", ranks.P, block_size=c.block_size, n_kv_head=c.n_kv_head)
     for block in model.model.layers:
-        block.self_attn.window = ranks
+        block.self_attn.attend_in_window(WindowAttention(ranks))

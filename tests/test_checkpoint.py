@@ -280,7 +280,7 @@ def test_all_is_flushed_before_a_checkpoint_has_its_name_and_before_the_old_one_
     monkeypatch.setattr(os, "rename", lambda a, b: done.append("renamed") or rename(a, b))
     monkeypatch.setattr(shutil, "rmtree", lambda path, **how: done.append(f"no {path[-1]}") or rmtree(path, **how))
     run = f"{tmp_path}/out/run"
-    runs.lock(run).close()
+    runs.lock_run(run).close()
     save(f"{run}/ckpt", 1, trained(), keep=1)
     assert {tmp_path.name, "out", "run"} <= set(done)
     done.clear()
@@ -299,10 +299,10 @@ def test_one_run_a_folder_and_the_lock_goes_with_its_owner(tmp_path):
         os.makedirs(tmp_path / "ckpt" / name)
     # It may be a link in a downloaded folder.
     (tmp_path / ".lock").write_text("their thesis")
-    lock = runs.lock(str(tmp_path))
+    lock = runs.lock_run(str(tmp_path))
     assert sorted(os.listdir(tmp_path / "ckpt")) == ["notes.tmp", "step-00000006"]
     with pytest.raises(ValueError, match="another process is writing there"):
-        runs.lock(str(tmp_path))
+        runs.lock_run(str(tmp_path))
     lock.close()
-    runs.lock(str(tmp_path)).close()
+    runs.lock_run(str(tmp_path)).close()
     assert (tmp_path / ".lock").read_text()

@@ -146,7 +146,7 @@ def test_stages_change_sources_and_seed_where_the_table_says(folder):
     assert data.n_tokens == sum(part.n_tokens for part in parts)
     early = StagedDataset(folder, [ONE, ("2", ("not yet",), 70, 29)], 16, *goldfish, stage="1")
     torch.testing.assert_close(early.batch(0, 90), parts[0].batch(0, 90))
-    assert (data.stop, early.stop) == (None, 40)
+    assert (data.stage_end, early.stage_end) == (None, 40)
 
 
 def test_a_source_without_a_sample_is_an_error(folder):
