@@ -428,8 +428,8 @@ def main():
     found = list(map(contents, sources))
     documents = sum((texts for texts, *_ in found), [])
     # One model after the other is in memory.
-    before = against and documents and document_bits(*convert.load_ready(against, device, dtype), documents)
-    model, tok = convert.load_ready(init_from, device, dtype, base)
+    before = against and documents and document_bits(*convert.load_for_inference(against, device, dtype), documents)
+    model, tok = convert.load_for_inference(init_from, device, dtype, base)
     T = window or model.config.block_size
     rows = [*text_scores(model, tok, documents, before)] if documents else []
     for path, (_, *tasks) in zip(sources, found):

@@ -40,7 +40,7 @@ def main():
     if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1 or num_samples < 1 or max_new_tokens < 1:
         raise ValueError(f"temperature={temperature} and top_k={top_k} must be 0 or more, top_p={top_p} from 0 to 1, "
                          f"num_samples={num_samples} and max_new_tokens={max_new_tokens} at least 1")
-    model, tok = convert.load_ready(init_from, device, dtype, base)
+    model, tok = convert.load_for_inference(init_from, device, dtype, base)
     # The compiled step reads its matrices by rows.
     if chat or not compile:
         lay_out_for_decoding(model)

@@ -42,7 +42,7 @@ def bits_by_hand(model, ids):
     for i in range(1, len(ids)):
         # Windows begin at multiples of half a window: take the first from which at most T tokens reach token i.
         begin = stride * max(0, math.ceil((i - T) / stride))
-        logits, _ = model(torch.tensor([ids[begin:i]]))
+        logits = model(torch.tensor([ids[begin:i]]))
         bits -= logits[0, -1].log_softmax(-1)[ids[i]].item() / math.log(2)
     return bits
 
