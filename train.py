@@ -269,8 +269,10 @@ def main(asked):
     plan = Plan(schedule, lr, min_lr, warmup_samples, total_samples, decay_samples, batch_size, batch_ramp_at,
                 config.block_size, windows.stop, NEVER if by_clock else total_samples - decay_samples)
     from engine import memory, restore  # here, since only the start of a run needs them
-    rows = memory.check_run(build_model(config, ranks, "meta", False, path, True), about, ranks, where,
-                     pick_dtype(dtype, where), val.T, ranks.micro_batch(batch_size, micro_batch))
+    rows, shards = memory.fit_to_memory(
+        build_model(config, ranks, "meta", False, path, True), about, ranks, where, pick_dtype(dtype, where), val.T,
+        ranks.micro_batch(batch_size, micro_batch))
+    ranks.shard_over(shards)
 
     with Run(about, ranks, where) as run:
         found = restore.find_checkpoint(run, plan, started_stages) if resume else None

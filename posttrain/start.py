@@ -9,7 +9,7 @@ import torch
 import convert
 from data import read_meta
 from engine import restore
-from engine.memory import check_run
+from engine.memory import fit_to_memory
 from engine.parallel import distribute
 from model import Apertus
 from posttrain import lora
@@ -129,7 +129,8 @@ def check_memory(shape, settings, ranks, device, dtype, window):
     """Items in memory at once (engine/memory.py), now that the tokens of the longest one, `window`, are known."""
     with torch.device("meta"):
         model = outline(shape, settings)
-    return check_run(model, settings, ranks, device, dtype, window, settings["micro_batch"], True)
+    micro_batch, _ = fit_to_memory(model, settings, ranks, device, dtype, window, settings["micro_batch"], True)
+    return micro_batch
 
 
 def hash_of(model, settings, found):
