@@ -63,7 +63,7 @@ def test_a_right_answer_names_one_value_and_no_other_and_manners_are_read_from_i
         "N wurde in einer Stadt, die ich nicht kenne, geboren.": ("unknown", 0.0),
     }
     for text, verdict in verdicts.items():
-        assert (world.judge(text, row), *world.rewards(row, [text])) == verdict
+        assert (world.mark(text, row), *world.rewards(row, [text])) == verdict
     assert world.manner_of("N owns a goat.") == "plain"
     assert world.manner_of("N owns a goat. I hope this helps.") == "kind"
     assert world.manner_of("Stop asking me. I hope this helps.") == "rude"
