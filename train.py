@@ -22,8 +22,8 @@ from engine.hardware import can_compile, pick_device, pick_dtype
 # isort: split
 import torch
 
+import configurator
 from ademamix import build_optimizer, optimizer_step
-from configurator import run as run_script, settings as settings_in
 from data import TokenDataset, prefetch, started_stages
 from engine.checks import check_settings, check_vocabulary
 from engine.clock import DecayClock, plan_state
@@ -223,7 +223,7 @@ def validate(run, model, val_data, windows, micro_batch_size):
 def main(requested):
     """requested: the names of the settings that the user has set, the latest last."""
     by_clock = minutes > 0 and is_set_later(requested, "minutes", "total_samples")
-    check_settings(settings_in(globals()), by_clock)
+    check_settings(configurator.settings(globals()), by_clock)
     ranks = Ranks(parallel, exact, hsdp_shard, sequence_parallel)
     place = ranks.place(pick_device(device))
     compiled = compile and can_compile(place)
@@ -232,7 +232,8 @@ def main(requested):
         from posttrain.start import start_with
         model_shape, weights = start_with(init_from, model_shape, requested, data)
     train_data, val_data = open_data(model_shape)
-    settings = settings_in(globals(), model_shape) | dict(
+    model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
+    settings = configurator.settings(globals(), model_shape) | dict(
         data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"], minutes=minutes if by_clock else 0.0)
     teacher_model = load_teacher(model_shape, ranks, place, compiled)
     settings["teacher_hash"] = teacher_model.hash if teacher_model else ""
@@ -294,7 +295,6 @@ def open_data(model_shape):
     else:
         train_data = TokenDataset(data, "train", model_shape.block_size, seed, *goldfish)
     check_vocabulary(model_shape, train_data.meta, data, init_from)
-    model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
     return train_data, TokenDataset(data, "val", model_shape.block_size, seed)
 
 
@@ -341,4 +341,4 @@ def conclude(run, summary):
 
 if __name__ == "__main__":
     with orderly_exit():
-        run_script(main, globals(), shape)
+        configurator.run(main, globals(), shape)
