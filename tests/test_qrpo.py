@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, refused, script
 from lab import ADAPTERS, aligning, run
+from oracle import Plain
 from scipy import integrate
 from test_sft import SYSTEM, TOK, assistant, chat_row, user
 from tiny import write_rows
@@ -18,7 +19,6 @@ import chat
 import convert
 from engine import readers
 from engine.files import read_json
-from plain import Plain
 from posttrain import common, losses, qrpo, references
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/preference_losses.json")

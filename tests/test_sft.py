@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, refused, script
 from lab import run, tuning
+from oracle import Plain
 from tiny import small, write_rows
 from trained import log
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
@@ -16,7 +17,6 @@ import convert
 import tokenizer
 from engine.files import read_text
 from generate import generate
-from plain import Plain
 from posttrain import common
 
 TOK = tokenizer.load("byte")
