@@ -111,6 +111,19 @@ class Conversations:
         return (tokens & ~LEARNT).astype(np.int64), tokens >= LEARNT
 
 
+def checked_files(data, ranks):
+    """The files of --data, as readers.check() returns them. ValueError: one of them cannot be read."""
+    # The first rank reads each file to its end, to find damage before the run.
+    checked = []
+    if ranks.is_main:
+        checked = [readers.check(file, "") for source in sources_of(data) for file in files_of(source)]
+    checked = checkpoint.gather(checked, ranks.files)[0]
+    for file in checked:
+        if file["problem"]:
+            raise ValueError(f"{file['path']}: {file['problem']}")
+    return checked
+
+
 def tokenize_data(folder, tok, data, max_length, date, ranks):
     """
     Conversations of --data; [[reason, place]] of the rows that are left out; a hash of everything that decides the
@@ -118,14 +131,8 @@ def tokenize_data(folder, tok, data, max_length, date, ranks):
 
     ValueError: a line that is not a JSON object, a file that cannot be read, or no row to learn from.
     """
-    # The first rank reads each file to its end, to find damage before the run.
-    checked = []
-    if ranks.is_main:
-        checked = [readers.check(file, "") for source in sources_of(data) for file in files_of(source)]
     parts = []
-    for file in checkpoint.gather(checked, ranks.files)[0]:
-        if file["problem"]:
-            raise ValueError(f"{file['path']}: {file['problem']}")
+    for file in checked_files(data, ranks):
         # The hub has no sha256 of small files, but their path names the commit.
         key = sha256_of([file["sha256"] or file["path"], file["parts"], tok.hash, max_length, date])
         parts += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]

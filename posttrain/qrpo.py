@@ -51,7 +51,7 @@ import torch
 import convert
 from ademamix import build_optimizer, optimizer_step
 from chat import describe_dropped
-from configurator import run as run_script, settings as settings_in
+from configurator import run as run_script, settings as read_settings
 from engine import memory, restore
 from engine.parallel import Ranks, check_finite, distribute, drop_gathered, orderly_exit, reduce_step
 from engine.run import Run, StepInterrupted
@@ -343,11 +343,12 @@ def check_settings(settings):
 
 
 def main():
-    check_settings(settings_in(globals()))
+    settings = read_settings(globals())
+    check_settings(settings)
     shape, tok, weights = convert.start_of(init_from)
-    longest = common.check_settings(settings_in(globals()), shape, tok, "pairs")
+    longest = common.check_settings(settings, shape, tok, "pairs")
     shape = replace(shape, doc_mask=True, vocab_size=max(shape.vocab_size, tok.vocab_size))
-    settings = settings_in(globals(), shape) | common.FIXED | dict(max_length=longest)
+    settings |= read_settings(shape) | common.FIXED | dict(max_length=longest)
     ranks = Ranks(parallel)
     place = ranks.place(pick_device(device))
     activations, compiled = pick_dtype(dtype, place), compile and can_compile(place)

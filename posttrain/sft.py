@@ -45,7 +45,7 @@ import torch
 import convert
 from ademamix import build_optimizer, optimizer_step
 from chat import describe_dropped, learnable
-from configurator import run as run_script, settings as settings_in
+from configurator import run as run_script, settings as read_settings
 from engine import memory, restore
 from engine.parallel import Ranks, check_finite, orderly_exit, reduce_step
 from engine.run import Run, StepInterrupted
@@ -180,9 +180,10 @@ def main():
         show_conversations()
         return
     shape, tok, weights = convert.start_of(init_from)
-    longest = common.check_settings(settings_in(globals()), shape, tok, "conversations")
+    settings = read_settings(globals())
+    longest = common.check_settings(settings, shape, tok, "conversations")
     shape = replace(shape, doc_mask=True, vocab_size=max(shape.vocab_size, tok.vocab_size))
-    settings = settings_in(globals(), shape) | common.FIXED | dict(max_length=longest)
+    settings |= read_settings(shape) | common.FIXED | dict(max_length=longest)
     ranks = Ranks(parallel)
     place = ranks.place(pick_device(device))
     activations, compiled = pick_dtype(dtype, place), compile and can_compile(place)
