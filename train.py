@@ -176,11 +176,11 @@ def train(run, plan, clock, model, optimizer, train_data, val_data, micro_batch_
 
         run.log.step(step, **dict(zip(("loss", "kl"), losses)), seconds=run.step_seconds(), tokens_in_step=n_tokens,
                      tokens=plan.tokens_after(step), grad_norm=norm, lr=lr_now, kept=n_kept / n_tokens)
-        if clock.decay_is_due(step):                       # the file `cooldown`, or the minutes
-            clock.begin_decay(step + 1, model, optimizer)
         if eval_every and (step + 1) % eval_every == 0 and step + 1 < run.end:
             entry = validate(run, model, val_data, eval_windows, micro_batch_size)
             run.log.validation(step, tokens=plan.tokens_after(step), **entry)
+        if clock.decay_is_due(step):                       # the file `cooldown`, or the minutes
+            clock.begin_decay(step + 1, model, optimizer)  # saves, so the log must have the validation before
         if sample_every and (step + 1 == run.end or (step + 1) % sample_every == 0):
             from sample import sample_of
             run.log.say(sample_of(model, run.device, data, seed))

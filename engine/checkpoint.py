@@ -198,6 +198,8 @@ class Saver:
             print(text)
 
     def save(self, step, model, optimizer, info, spare=0):
+        # Not in the thread alone, since torch.compile may import modules meanwhile.
+        import torch.distributed.checkpoint  # noqa: F401
 
         from engine.gpus import free_on_host
 

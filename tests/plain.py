@@ -22,13 +22,13 @@ class Plain:
 
     def logp(self, ids):
         """log p of each token of ids but the first, given those before it."""
-        logp = self.model(torch.tensor([ids[:-1]]))[0][0].log_softmax(-1)
+        logp = self.model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
         return logp[range(len(ids) - 1), ids[1:]]
 
     @torch.no_grad()
-    def update(self, t, steps, lr, clip, eps, weight_decay, adamw, betas=(0.9, 0.999, 0.99), alpha=8.0, b3_steps=None):
+    def update(self, t, steps, lr, clip, eps, weight_decay, adamw, betas=(0.9, 0.999, 0.99), alpha=8.0):
         """
-        Take step t = 1, 2, ...: alpha warms up over `steps`, the half-life of the slow average over b3_steps.
+        Take step t = 1, 2, ...: alpha and the half-life of the slow average warm up over `steps`.
 
         Returns the norm of the gradient. clip: the largest norm that is not clipped; 0 = no clipping.
         """
@@ -36,7 +36,7 @@ class Plain:
         b1, b2, b3 = betas
         alpha *= 0 if adamw else min(1, t / steps)
         first, last = (math.log(0.5) / math.log(b) for b in (b1, b3))
-        b3 = 0.5 ** (1 / (first + min(1, t / (b3_steps or steps)) * (last - first)))
+        b3 = 0.5 ** (1 / (first + min(1, t / steps) * (last - first)))
         for p, (fast, slow, square) in zip(self.params, self.memory):
             fast += (1 - b1) * (p.grad - fast)
             slow += (1 - b3) * (p.grad - slow)

@@ -19,11 +19,11 @@ from engine import checkpoint
 RUN = """
     configs/tiny.py --n_layer=1 --n_embd=32 --ffn_dim=64 --n_head=2 --n_kv_head=1 --block_size=32 --activation=swiglu
     --goldfish_k=3 --goldfish_h=5 --eval_every=0 --last_eval_windows=4 --checkpoint_every=5 --keep_checkpoints=0
-    --alpha_warmup=20 --beta3_warmup=20
+    --alpha_warmup=20
 """.split()
 SIX_STEPS = """
-    --alpha_warmup=0 --beta3_warmup=0 --total_samples=48 --warmup_samples=16 --decay_samples=16 --lr=1e-2
-    --min_lr=1e-3 --betas=(0.8,0.95,0.99) --alpha=3.0 --eps=1e-4 --weight_decay=0.5 --last_eval_windows=11
+    --alpha_warmup=0 --total_samples=48 --warmup_samples=16 --decay_samples=16 --lr=1e-2
+    --min_lr=1e-3 --betas=(0.8,0.95,0.99) --alpha=3.0 --weight_decay=0.5 --last_eval_windows=11
 """.split()
 
 
