@@ -109,12 +109,12 @@ def build_model(shape, settings, ranks, device, compiled=False, weights="", fres
     fresh: False if a checkpoint will fill the trained weights.
     """
     with torch.device("meta" if ranks.sharded else device):     # distribute() gives shards their memory
-        if settings["lora_r"]:
+        if settings["lora_r"] or settings["base"] != "fp32":     # a base without adapters is an error there
             from posttrain.start import build_lora_model
             model = build_lora_model(shape, settings, ranks, device)
         else:
             model = Apertus(shape, seed=None)
-    if settings["fp8"]:
+    if settings.get("fp8"):                                # of train.py only
         from engine.fp8 import multiply_in_fp8
         multiply_in_fp8(model, settings["micro_batch"] * shape.block_size // ranks.P, device)
     if ranks.P > 1:
@@ -335,7 +335,7 @@ def conclude(run, summary):
     """After all ranks have left: the weights for Hugging Face, summary.json and the plot. summary: None if stopped."""
     if summary:
         from convert import complete
-        complete(out)
+        complete(run.out)
     run.log.conclude(summary)
 
 

@@ -33,7 +33,6 @@ out = "out/plot.png"   # the plot
 PANELS = dict(
     loss="training loss (nats/token)",
     val_bpb="validation (bits/byte)",
-    old_bpb="old text (bits/byte)",
     grad_norm="gradient norm",
     lr="learning rate",
     tok_s="tokens per second",
