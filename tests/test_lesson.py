@@ -1,4 +1,4 @@
-"""tests/lesson.py: --check passes the project's file, fails the empty one, and names a planted mistake."""
+"""tools/lesson.py: --check passes the project's file, fails the empty one, and names a planted mistake."""
 
 import multiprocessing
 import os
