@@ -247,7 +247,7 @@ def main(requested):
     ranks.shard_over(shards)
 
     with Run(settings, ranks, place) as run:
-        checkpoint, decayed, summary = None, [], None
+        checkpoint, decayed = None, []
         if resume:
             checkpoint, plan.decay_at, decayed = restore.find_checkpoint(
                 out, settings, plan, started_stages, ranks.files)
@@ -264,18 +264,16 @@ def main(requested):
         if ranks.is_main:
             introduce(run, plan, model, train_data)
             restore.set_aside(out, decayed)                # not before: the checkpoint may be of another model
-        run.begin(plan.end, checkpoint)
+        run.begin(plan.end, checkpoint, model.flops_per_token(val_data.T))
         if wandb_log:
             run.log.send_to_wandb(settings)
-        if place.startswith("cuda"):
-            run.log.measure_gpu(model.flops_per_token(val_data.T) / ranks.size)
         if init_from and eval_every and not checkpoint:    # how good is the start?
             run.log.write(0, tokens=0, **validate(run, model, val_data, eval_windows, micro_batch_size))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, plan, DecayClock(run, plan, minutes * by_clock), model, opt, train_data, val_data,
                   micro_batch_size, teacher_model)
-        if run.close(model, opt, **plan_state(plan)):
-            summary = finish(run, plan, model, val_data, micro_batch_size)
+        finished = run.close(model, opt, **plan_state(plan))
+        summary = finish(run, plan, model, val_data, micro_batch_size) if finished else None
         ranks.leave()
         if ranks.is_main:
             conclude(run, summary)
