@@ -129,14 +129,14 @@ FREE = {
 
 def config_from_hf(hf):
     """
-    The ApertusConfig of the content of a config.json, of 1.5 that of its text model. ValueError, one line, if it lacks
-    a size or asks for anything that model.py does not compute.
+    The ApertusConfig of a config.json, a dict; for Apertus 1.5, that of its text model. ValueError, one line, if it
+    lacks a size or asks for anything that model.py does not compute.
     """
     given = with_flat_rope(text_model_of(hf))
     rope_type = given.pop("type", "default")
     rope_type = given.pop("rope_type", rope_type)
     if rope_type not in ROPE_NAMES:
-        given["rope_type"] = rope_type                     # an error below
+        given["rope_type"] = rope_type                     # check_unused_keys() names it
     values = {
         "tie_word_embeddings": False,
         "num_key_value_heads": given.get("num_attention_heads"),
@@ -145,8 +145,8 @@ def config_from_hf(hf):
         "rope_theta": PUBLISHED_ROPE["rope_theta"],
     } | given
     config = ApertusConfig(**{
-        ours: checked(theirs, values.pop(theirs, None), getattr(ApertusConfig, ours), "config.json")
-        for ours, theirs in (HF_NAMES | ROPE_NAMES.get(rope_type, {})).items()})
+        name: checked(hf_name, values.pop(hf_name, None), getattr(ApertusConfig, name), "config.json")
+        for name, hf_name in (HF_NAMES | ROPE_NAMES.get(rope_type, {})).items()})
     # Linear RoPE divides every frequency, as llama3 does if the original window is 0.
     if rope_type == "default":
         config.rope_scaling = 0.0
@@ -157,7 +157,7 @@ def config_from_hf(hf):
 
 
 def text_model_of(hf):
-    """A config.json's content with the keys of an Apertus, of 1.5 those of its text model. ValueError for others."""
+    """A config.json with the keys of an Apertus; for 1.5, those of its text model. ValueError for another model."""
     model_type = hf.get("model_type")
     if model_type == "apertus":
         return hf
@@ -165,7 +165,7 @@ def text_model_of(hf):
         raise ValueError(f"config.json is of a {model_type!r} model: want model_type 'apertus'")
     text = hf.get("text_config") or {}
     tied = hf.get("tie_word_embeddings") or text.get("tie_word_embeddings")
-    # Without a tied head, it has rows for ids of text only, and of the embedding we read these rows only.
+    # A head that is not tied has rows for ids of text only, and we read only these rows of the embedding.
     ids = not tied and text.get("output_vocab_size") or text.get("vocab_size")
     return hf | text | dict(vocab_size=ids, tie_word_embeddings=tied)
 
@@ -188,7 +188,7 @@ def with_flat_rope(hf):
 
 
 def check_unused_keys(values, config):
-    """ValueError if a config.json has keys, besides those of an ApertusConfig, that ask for another computation."""
+    """ValueError if one of the other keys of a config.json asks for a computation that model.py lacks."""
     allowed = EXPORTED | NEUTRAL | dict(
         head_dim=config.head_dim,
         layer_types=["full_attention"] * config.n_layer,
@@ -206,7 +206,7 @@ def config_to_hf(config, dtype="float32"):
                          f"activation={config.activation!r}, qk_norm={config.qk_norm}")
 
     def renamed(names):
-        return {theirs: getattr(config, ours) for ours, theirs in names.items()}
+        return {hf_name: getattr(config, name) for name, hf_name in names.items()}
 
     rope_type = "llama3" if config.rope_original else "linear"
     if not config.rope_scaling:
@@ -227,7 +227,7 @@ def config_to_hf(config, dtype="float32"):
 
 def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
     """
-    The folder of a run or a model. Of a hub name the files of these patterns are downloaded. ValueError or OSError, one
+    The folder of a run or a model. For a hub name, download the files of these patterns. ValueError or OSError, one
     line, if there is neither.
     """
     if os.path.isdir(name):
@@ -254,7 +254,7 @@ def shape_in(folder):
 
 
 def shape_of(name):
-    """The ApertusConfig of a run or a model. Of a hub name only its config.json is downloaded."""
+    """The ApertusConfig of a run or a model. For a hub name, download only its config.json."""
     return shape_in(local(name, ["config.json"]))
 
 
@@ -332,34 +332,34 @@ class StoredWeights:
 
     def check_names(self, constants):
         """ValueError if the stored tensors, other than constants, are not the parameters of the model."""
-        if wrong := (self.keys.keys() - set(constants)) ^ self.parameters.keys():
-            raise ValueError(f"{self.path}: {len(wrong)} tensors are missing, or not of the model that config.json "
-                             f"describes, {min(wrong)} among them; a run has its first weights after checkpoint_every "
-                             "steps")
+        if unmatched := (self.keys.keys() - set(constants)) ^ self.parameters.keys():
+            raise ValueError(f"{self.path}: {len(unmatched)} tensors are missing, or not of the model that config.json "
+                             f"describes, {min(unmatched)} among them; a run has its first weights after "
+                             "checkpoint_every steps")
 
     def check_shape(self, name, shape):
         """ValueError if a tensor is not stored once and whole, in the shape of the model."""
         key = self.keys[name]
         entry = self.entries[key]
-        # A header may say where a part of a tensor lies in it: the file must hold as many numbers as the tensor.
+        # A header may say where a part of a tensor lies in it: all parts together must be the whole tensor, once.
         if sum(part.sizes.numel() for part in entry.chunks) != entry.size.numel():
             raise ValueError(f"{self.path}: {name} is stored in part only, or twice")
         if key == "model.language_model.embed_tokens.weight":
-            # Behind the ids of text are those of images and sound.
+            # The ids of images and sound come after those of text: read the rows of text only.
             entry.size = torch.Size([min(shape[0], entry.size[0]), entry.size[1]])
         if (entry.size or (1,)) != shape:
             raise ValueError(f"{self.path}: {name} is {[*entry.size]}, and config.json describes {[*shape]}")
 
     def check_constant(self, name):
         """ValueError if a constant of xIELU has another value than in model.py."""
-        value, wanted = self.read(name).item(), CONSTANTS[name.rpartition(".")[2]]
-        if not math.isclose(value, wanted, rel_tol=0.02):  # fp16 rounds -1e-6 to -1.013e-6
-            raise ValueError(f"{self.path}: {name} is {value}, and model.py has {wanted}")
+        value, constant = self.read(name).item(), CONSTANTS[name.rpartition(".")[2]]
+        if not math.isclose(value, constant, rel_tol=0.02):          # fp16 rounds -1e-6 to -1.013e-6
+            raise ValueError(f"{self.path}: {name} is {value}, and model.py has {constant}")
 
     def read(self, name, dtype=None, device="cpu"):
         """A tensor. dtype: None = as it is stored."""
         entry = self.entries[self.keys[name]]
-        # Not empty(): of parts that overlap, some rows would be what was in memory before.
+        # Not empty(): if parts overlap, some rows are never written.
         tensor = torch.zeros(entry.size, dtype=dtype or entry.properties.dtype, device=device)
         self.load_into(name, tensor)
         return tensor if entry.size else tensor.view(1)    # Apertus 1.5 stores scalars without a dimension
@@ -390,7 +390,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
     The Apertus in a Hugging Face folder or repository, or of a run that trained all weights. dtype: None = that of each
     stored tensor. base: int8 or nf4, of the matrices of its blocks, which are quantised one by one as they are read.
 
-    Memory holds the model and one tensor. ValueError, one line, if the folder does not hold the model that its
+    Peak memory is the model plus one tensor. ValueError, one line, if the folder does not hold the model that its
     config.json describes.
     """
     folder = local(path_or_repo)
@@ -414,9 +414,9 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
 
 def load_any(name, device="cpu", dtype=None, base=""):
     """
-    (model, Tokenizer) of a run folder, a Hugging Face folder or name, or a folder of adapters, next to whose model they
-    are put. dtype, base: as in load_hf(). ValueError, one line, for anything else, or if adapters were trained on other
-    weights than their model has today.
+    (model, Tokenizer) of a run folder, a Hugging Face folder or name, or a folder of adapters, which are put on their
+    base model. dtype, base: as in load_hf(). ValueError, one line, for anything else, or if adapters were trained on
+    other weights than their base model has today.
     """
     from posttrain import lora  # here, since exports and runs of train.py do not need it
 
@@ -450,10 +450,10 @@ def load_any(name, device="cpu", dtype=None, base=""):
 def load_for_inference(name, device, dtype, base=""):
     """load_any() to generate or evaluate. device, dtype: by name, or "auto", the dtype of the weights, bf16 on CUDA."""
     device = pick_device(device)
-    wanted = torch.bfloat16 if "cuda" in device else None
+    weight_dtype = torch.bfloat16 if "cuda" in device else None
     if dtype != "auto":
-        wanted = pick_dtype(dtype, device)
-    model, tok = load_any(name, device, wanted, base)
+        weight_dtype = pick_dtype(dtype, device)
+    model, tok = load_any(name, device, weight_dtype, base)
     return model.eval(), tok
 
 
@@ -528,7 +528,7 @@ def complete(folder):
 def write_weights(model, value_of, folder, dtype, shard_bytes):
     """
     Write weights next to a config.json as safetensors: a file, or if they have more than shard_bytes several and an
-    index. Each file is whole or absent. Memory holds one of them.
+    index. Each file is whole or absent. Peak memory is one file.
 
     model: on the meta device, for names and shapes; value_of(name): the tensor.
     """
@@ -547,7 +547,7 @@ def write_weights(model, value_of, folder, dtype, shard_bytes):
             value = constants[name] if name in constants else value_of(name).detach()
             part[name] = value.to("cpu", dtype).contiguous()
         save_file(part, f"{path}.tmp", metadata={"format": "pt"})
-        shutil.copymode(f"{folder}/config.json", f"{path}.tmp")     # safetensors lets nobody else read its files
+        shutil.copymode(f"{folder}/config.json", f"{path}.tmp")     # safetensors makes its files unreadable for others
         flush(f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
     if split.is_sharded:

@@ -103,7 +103,7 @@ def windows_of(ids, T):
 
     Each window starts half a window before its first scored token.
     """
-    scored = 1                                             # tokens that need no score any more
+    scored = 1                                             # tokens that have a score; BOS needs none
     while scored < len(ids):
         begin = max(0, scored - T // 2 - 1)
         end = begin + T + 1

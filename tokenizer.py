@@ -451,8 +451,8 @@ class VocabularyFiles:
         byte = {letter: bytes([b]) for b, letter in byte_letters().items()}
         return [b"".join(byte[letter] for letter in spelling) for spelling in self.spelled]
 
-    def cuts_otherwise(self):
-        """Whether the files cut text before or while joining bytes in another way than we do."""
+    def cuts_differently(self):
+        """Whether the files cut a text into other parts than PATTERN does, or join bytes by other rules."""
         ours = frame()
         model = {key: value for key, value in self.content["model"].items()
                  if value and key not in ("unk_token", "fuse_unk")}
@@ -474,11 +474,11 @@ class VocabularyFiles:
         return [name for name, i in numbers if self.id_of.get(name) != i]
 
     def ambiguous(self):
-        """The tokens in text that transformers and tiktoken may find in different places."""
+        """Names of tokens in text that transformers and tiktoken may match in different places."""
         return [name for name in self.in_text if self.is_ambiguous(name)]
 
     def is_ambiguous(self, name):
-        # An empty token is found for ever, and of two tokens that overlap either may be found.
+        # An empty token matches endlessly, and of two tokens that overlap either may match.
         return (not name
                 or any(self.added[name].get(key) for key in EXACT)
                 or any(other != name and (other in name or name in other) for other in self.added))
@@ -488,7 +488,7 @@ def check_same_ids(files, pieces):
     """ValueError, one line, if transformers would encode a text to other ids by these files than we do."""
     renumbered, ambiguous = files.renumbered(), files.ambiguous()
     differences = {
-        "it cuts text in another way": files.cuts_otherwise(),
+        "it cuts text in another way": files.cuts_differently(),
         "it normalizes text": files.normalizes(),
         "it lacks some of the 256 bytes": not {*pieces}.issuperset(BYTES),
         "its merges are not all pairs of its pieces in the order of their ids":

@@ -109,12 +109,12 @@ def build_model(shape, settings, ranks, device, compiled=False, weights="", fres
     fresh: False if a checkpoint will fill the trained weights.
     """
     with torch.device("meta" if ranks.sharded else device):     # distribute() gives shards their memory
-        if settings["lora_r"]:
+        if settings["lora_r"] or settings["base"] != "fp32":     # a base without adapters is an error there
             from posttrain.start import build_lora_model
             model = build_lora_model(shape, settings, ranks, device)
         else:
             model = Apertus(shape, seed=None)
-    if settings["fp8"]:
+    if settings.get("fp8"):                                # of train.py only
         from engine.fp8 import multiply_in_fp8
         multiply_in_fp8(model, settings["micro_batch"] * shape.block_size // ranks.P, device)
     if ranks.P > 1:
@@ -176,11 +176,11 @@ def train(run, plan, clock, model, optimizer, train_data, val_data, micro_batch_
 
         run.log.step(step, **dict(zip(("loss", "kl"), losses)), seconds=run.step_seconds(), tokens_in_step=n_tokens,
                      tokens=plan.tokens_after(step), grad_norm=norm, lr=lr_now, kept=n_kept / n_tokens)
-        if clock.decay_is_due(step):                       # the file `cooldown`, or the minutes
-            clock.begin_decay(step + 1, model, optimizer)
         if eval_every and (step + 1) % eval_every == 0 and step + 1 < run.end:
             entry = validate(run, model, val_data, eval_windows, micro_batch_size)
             run.log.validation(step, tokens=plan.tokens_after(step), **entry)
+        if clock.decay_is_due(step):                       # the file `cooldown`, or the minutes
+            clock.begin_decay(step + 1, model, optimizer)  # saves, so the log must have the validation before
         if sample_every and (step + 1 == run.end or (step + 1) % sample_every == 0):
             from sample import sample_of
             run.log.say(sample_of(model, run.device, data, seed))
@@ -247,7 +247,7 @@ def main(requested):
     ranks.shard_over(shards)
 
     with Run(settings, ranks, place) as run:
-        checkpoint, decayed, summary = None, [], None
+        checkpoint, decayed = None, []
         if resume:
             checkpoint, plan.decay_at, decayed = restore.find_checkpoint(
                 out, settings, plan, started_stages, ranks.files)
@@ -264,18 +264,16 @@ def main(requested):
         if ranks.is_main:
             introduce(run, plan, model, train_data)
             restore.set_aside(out, decayed)                # not before: the checkpoint may be of another model
-        run.begin(plan.end, checkpoint)
+        run.begin(plan.end, checkpoint, model.flops_per_token(val_data.T))
         if wandb_log:
             run.log.send_to_wandb(settings)
-        if place.startswith("cuda"):
-            run.log.measure_gpu(model.flops_per_token(val_data.T) / ranks.size)
         if init_from and eval_every and not checkpoint:    # how good is the start?
             run.log.write(0, tokens=0, **validate(run, model, val_data, eval_windows, micro_batch_size))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, plan, DecayClock(run, plan, minutes * by_clock), model, opt, train_data, val_data,
                   micro_batch_size, teacher_model)
-        if run.close(model, opt, **plan_state(plan)):
-            summary = finish(run, plan, model, val_data, micro_batch_size)
+        finished = run.close(model, opt, **plan_state(plan))
+        summary = finish(run, plan, model, val_data, micro_batch_size) if finished else None
         ranks.leave()
         if ranks.is_main:
             conclude(run, summary)
@@ -335,7 +333,7 @@ def conclude(run, summary):
     """After all ranks have left: the weights for Hugging Face, summary.json and the plot. summary: None if stopped."""
     if summary:
         from convert import complete
-        complete(out)
+        complete(run.out)
     run.log.conclude(summary)
 
 

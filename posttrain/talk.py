@@ -82,7 +82,7 @@ class Answer:
         return last_id == self.end_calls and self.call_type == "tool_calls"
 
     def add_output(self, text):
-        """Add the output of a tool, after which the answer goes on."""
+        """Add the output of a tool, with which the model continues its answer."""
         self.parts += [("tool_outputs", text), (self.section, [])]
 
     def message(self):

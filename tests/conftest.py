@@ -60,11 +60,10 @@ def script(name, *args, stdin="", pictures=False):
 
     from engine import plot
 
-    # A new process would import these modules anew: a script hands its command line to them.
-    for attached in """train prepare posttrain.attach posttrain.start posttrain.common corpus.join
-            tests.lesson""".split():
-        package, _, leaf = attached.rpartition(".")
-        sys.modules.pop(attached, None)
+    # A new process would import these modules anew: a script sets the settings in them.
+    for configured in ("train", "prepare", "corpus.join"):
+        package, _, leaf = configured.rpartition(".")
+        sys.modules.pop(configured, None)
         vars(sys.modules.get(package, types)).pop(leaf, None)
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import table
 from safetensors.torch import load_file
 
 from ademamix import build_optimizer
-from configurator import literal
 from engine import checkpoint, files, gpus, restore, runs
 
 
@@ -34,10 +32,8 @@ def trained(seed=0, steps=1, name="adamw", dtype="float32"):
         lr=0.1,
         betas=(0.9, 0.99, 0.999),
         alpha=8.0,
-        eps=1e-8,
         weight_decay=0.1,
-        alpha_warmup=5,
-        beta3_warmup=5,
+        warmup=5,
         compile=False,
         state_dtype=dtype,
     )
@@ -81,7 +77,7 @@ def loaded(path, *how):
 
 @pytest.mark.parametrize("how", [("adamw", "float32"), ("ademamix", "bfloat16")])
 def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_trains_on(tmp_path, monkeypatch, how):
-    monkeypatch.setattr(checkpoint, "FILE", 160)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 160)
     pair = trained(0, 3, *how)
     save(str(tmp_path), 3, pair)
     path, manifest = restore.newest_intact(str(tmp_path))
@@ -169,18 +165,14 @@ def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free
     saver.finish()
 
 
-KEPT = """
-0 | 0    | [1, 2, 3, 4, 5]
-3 | 0    | [3, 4, 5]
-1 | 3    | [3, 5]
-1 | 9    | [5]
-"""
+# How many of the newest are kept, the step until which one more is kept, and the steps that stay.
+KEPT = [(0, 0, [1, 2, 3, 4, 5]), (3, 0, [3, 4, 5]), (1, 3, [3, 5]), (1, 9, [5])]
 
 
-@pytest.mark.parametrize("row", table(KEPT))
-def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(saver, row):
+@pytest.mark.parametrize("keep, spare, stay", KEPT)
+def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(saver, keep, spare, stay):
     """Step 9 is later than the saves, so it does not count: the resumed run has passed it over as damaged."""
-    saver.keep, spare, stay = map(literal, row)
+    saver.keep = keep
     os.makedirs(f"{saver.folder}/step-00000009")
     for step in range(1, 6):
         saver.save(step, *trained(), {}, spare=spare)
@@ -199,7 +191,7 @@ def shard(path):
 def names(path, *found):
     """Give a checkpoint a valid manifest that names only these files, with correct hashes."""
     manifest = restore.read_manifest(path) | dict(files={name: files.sha256(path / name) for name in found})
-    (path / "manifest.json").write_text(checkpoint.sealed(manifest))
+    (path / "manifest.json").write_text(checkpoint.seal_manifest(manifest))
 
 
 DAMAGE = {
@@ -222,13 +214,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(path, capsys, da
     assert restore.newest_intact(path.parent, until=0) is None
 
 
-def test_without_an_intact_checkpoint_a_run_starts_over_only_if_that_is_asked_for(path):
+def test_without_an_intact_checkpoint_a_run_does_not_start_over(path):
     folder = path.parent
     shutil.rmtree(path)
     shard(folder / "step-00000001").unlink()
-    with pytest.raises(ValueError, match=r"is intact \(1 damaged\).*--allow_restart"):
+    with pytest.raises(ValueError, match=r"is intact \(1 damaged\).*start over with another --out"):
         restore.newest_intact(folder)
-    assert restore.newest_intact(folder, allow_restart=True) is restore.newest_intact(path) is None
+    assert restore.newest_intact(path) is None
     with pytest.raises(OSError):  # a folder that cannot be listed is not an empty one
         restore.newest_intact(__file__)
 

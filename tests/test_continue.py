@@ -95,7 +95,7 @@ def test_a_longer_run_of_adapters_from_another_start_moves_no_checkpoint(lab, ru
     """The run would continue from before its decay, but its frozen weights differ."""
     run = shutil.copytree(runs / "adapted", tmp_path / "run")
     before, longer = contents(run), ["--resume", "--total_samples=80", *ADAPTERS]
-    refused(go_on(lab, run, *longer, start="sft"), "start_hash")
+    refused(go_on(lab, run, *longer, f"--init_from={runs}/continued"), "start_hash")
     refused(go_on(lab, run, *longer, "--lora_alpha=4"), "lora_alpha 8.0 -> 4.0")
     assert contents(run) == before
     done = go_on(lab, run, *longer, start="hf")

@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT, refused, script
 from lab import run
 
+from model import ApertusConfig
 from tools import plan
 
 PARAMETERS = 8_053_338_176
@@ -66,6 +67,13 @@ def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
     sent = 3 / 4 * passes * 32 * 1024 * 2 * 2 * (32 + 8) * 128 / 360e9
     assert split["compute_s"] == pytest.approx(alone["compute_s"] / 4 + sent)
     assert split["activations"] == alone["activations"] / 4
+
+
+@pytest.mark.parametrize("flags, window", [("", 512), ("--block_size=64", 64), ("--block_size=64 --max_length=32", 32)])
+def test_the_window_is_that_of_the_start_model_unless_the_user_sets_it(monkeypatch, flags, window):
+    monkeypatch.setattr(plan.convert, "shape_of", lambda name: ApertusConfig(block_size=512))
+    _, config = plan.read_command(f"--init_from=out/run {flags}")
+    assert config.block_size == window
 
 
 @pytest.mark.parametrize(
