@@ -28,7 +28,7 @@ $(DATA)/meta.json: | .venv/ready
 
 # The whole chain on an invented world, and a report: out/recipe/report.md. SEEDS=3 takes three times as long
 recipe: .venv/ready
-	$(PY) -m studies.recipe --seeds=$(SEEDS)
+	. .venv/bin/activate && bash studies/recipe.sh $(SEEDS)
 
 align: .venv/ready
 	$(PY) -m studies.align $(ALIGN)

@@ -50,6 +50,8 @@ ENTROPY = 0.01
 CLIP_NORM = 0.5         # largest gradient norm of each network
 WIDTH = 128
 POINTS = 20             # of a curve: means over 20 parts of the run
+# Each with the number of epochs and the weight of PFO.
+ARMS = ["cartpole-4-0", "cartpole-4-1", "cartpole-4-10", "cartpole-20-0", "cartpole-20-1", "cartpole-20-10"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,15 +69,15 @@ def two_states(feature, weight, alpha):
     """
     weight = weight.clone().requires_grad_()
     states = feature * torch.tensor([1.0, alpha])
-    found = []
+    probabilities = []
     for i in range(21):
         good = torch.outer(states, weight).softmax(-1)[:, 0]    # the probability of the good action in each state
-        found.append(good.detach())
-        ratio = good / found[0]
+        probabilities.append(good.detach())
+        ratio = good / probabilities[0]
         gain = torch.minimum(ratio, ratio.clamp(0.9, 1.1))
         grad, = torch.autograd.grad(gain[i % 2], weight)
         weight.data += 1.5 * grad
-    return (torch.stack(found) / found[0]).T.tolist()
+    return (torch.stack(probabilities) / probabilities[0]).T.tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -169,14 +171,14 @@ def advantages(rewards, values, over, next_value):
 
     A game that was cut off counts as one that ended, as in the published code.
     """
-    found = torch.zeros_like(rewards)
+    result = torch.zeros_like(rewards)
     later = 0
     for t in reversed(range(len(rewards))):
         surprise = rewards[t] + GAMMA * next_value * ~over[t] - values[t]
         later = surprise + GAMMA * LAMBDA * later * ~over[t]
-        found[t] = later
+        result[t] = later
         next_value = values[t]
-    return found
+    return result
 
 
 @torch.no_grad()
@@ -193,11 +195,11 @@ def play(game, steps, actor, critic, generator):
         action, log_prob = sampled(actor[3:](phi), generator)
         reward, over, *_ = map(torch.from_numpy, game.step(action.numpy()))
         rows.append((seen, action, log_prob, phi, alive, state, reward.float(), over))
-    *kept, alive, state, reward, over = map(torch.stack, zip(*rows))
+    *of_units, alive, state, reward, over = map(torch.stack, zip(*rows))
     value = critic(state)[..., 0]
     advantage = advantages(reward, value, over, critic(game.state())[..., 0])
-    kept.append(advantage[..., None].expand(alive.shape))
-    return [tensor[alive] for tensor in kept], (state.flatten(0, 1), (advantage + value).flatten())
+    of_units.append(advantage[..., None].expand(alive.shape))
+    return [tensor[alive] for tensor in of_units], (state.flatten(0, 1), (advantage + value).flatten())
 
 
 def minibatches(n, epochs, size, generator):
@@ -208,9 +210,9 @@ def minibatches(n, epochs, size, generator):
 
 def learn(actor, critic, optimizer, rollout, for_actor, for_critic, c=0):
     """Train the actor, then the critic, on a rollout. for_actor, for_critic: minibatches; c: weight of PFO."""
-    told, (states, returns) = rollout
+    of_units, (states, returns) = rollout
     for rows in for_actor:
-        seen, action, log_prob, phi_old, advantage = [tensor[rows] for tensor in told]
+        seen, action, log_prob, phi_old, advantage = [tensor[rows] for tensor in of_units]
         phi = actor[:3](seen)
         loss = policy_loss(actor[3:](phi), action, log_prob, advantage)
         step(actor, optimizer, loss + c * F.mse_loss(phi, phi_old))
@@ -254,8 +256,8 @@ def diagnose(actor, critic, seen, action, log_prob):
 # runs
 
 
-def trained(name):
-    """The run cartpole-EPOCHS-C-SEED as a line of rows.jsonl."""
+def train(name):
+    """Train the run cartpole-EPOCHS-C-SEED. Returns its line of rows.jsonl."""
     epochs, c, seed = map(int, name.split("-")[1:])
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -269,29 +271,29 @@ def trained(name):
         learn(*nets, optimizer, rollout, order, order, c)
         history.append(dict(points=np.mean(game.ended[-64:]), **diagnose(*nets, *rollout[0][:3])))
     curves = {
-        key: np.reshape([found[key] for found in history], (POINTS, -1)).mean(1).round(4).tolist()
+        key: np.reshape([point[key] for point in history], (POINTS, -1)).mean(1).round(4).tolist()
         for key in history[0]}
     return dict(name=name, curves=curves)
 
 
-def completed(path, arms, seeds, trained):
+def run_missing(path, arms, seeds, train):
     """
-    The rows of the file at `path`, one for each ARM-SEED, after the missing runs have been made: trained(name) -> row.
+    Make the runs that the file at `path` lacks, one for each ARM-SEED: train(name) -> row. Returns all of its rows.
 
-    Each row is written when its run ends. ValueError if the file has no rows and no run is asked for.
+    Each row is written when its run ends. ValueError if the file has no rows and no run is wanted.
     """
     rows = kit.read_rows(path) if os.path.exists(path) else []
     done = [row["name"] for row in rows]
-    names = [f"{arm}-{seed}" for seed in range(2, 2 + seeds) for arm in arms.split()]
+    names = [f"{arm}-{seed}" for seed in range(2, 2 + seeds) for arm in arms]
     torch.set_num_threads(1)        # the bits of a run must not depend on the number of cores
     for name in tqdm([name for name in names if name not in done], unit="run", disable=None):
-        rows.append(trained(name))
+        rows.append(train(name))
         kit.write_rows(path, rows)
     return kit.read_rows(path)
 
 
-def measured(rows):
-    """Triples (measure, arm, mean of the last fifth of its curve), for kit.grouped()."""
+def last_fifths(rows):
+    """Triples (measure, arm, mean of the last fifth of its curve), for kit.group()."""
     for row in rows:
         _, epochs, c, _ = row["name"].split("-")
         for key, curve in row["curves"].items():
@@ -339,10 +341,10 @@ def main():
     x, y = two_states(0.1163, torch.tensor([0.5153, -0.4414]), 3)
     curves = {"state x": x, "state y = 3 x": y}
     kit.plot_curves(f"{results}/two_states.png", range(21), curves, "step of SGD", "ratio, clipped at 1.1")
-    arms = "cartpole-4-0 cartpole-4-1 cartpole-4-10 cartpole-20-0 cartpole-20-1 cartpole-20-10"  # epochs, weight of PFO
-    found = kit.grouped(measured(completed(f"{results}/rows.jsonl", arms, seeds, trained)))
-    kit.plot_intervals(f"{results}/norm.png", found["norm"], "norm of the pre-activations (c: weight of PFO)")
-    kit.write(f"{results}/table.md", f"{HEAD}\n{kit.pivot('|', found.items())}{NOTES}")
+    rows = run_missing(f"{results}/rows.jsonl", ARMS, seeds, train)
+    measures = kit.group(last_fifths(rows))
+    kit.plot_intervals(f"{results}/norm.png", measures["norm"], "norm of the pre-activations (c: weight of PFO)")
+    kit.write(f"{results}/table.md", f"{HEAD}\n{kit.pivot('|', measures.items())}{NOTES}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from configurator import run
-from papers.ppo_collapse import completed, learn, minibatches, network, play, sampled
+from papers.ppo_collapse import learn, minibatches, network, play, run_missing, sampled
 from studies import kit
 
 seeds = 5                           # number of seeds, from seed 2 on: the settings were chosen with seed 1
@@ -48,6 +48,10 @@ EPOCHS = 4
 BATCH = 2048
 LR = 1e-3
 TESTED = 400            # test fights after training
+# What is random, and what the policy sees.
+ARMS = [
+    "fixed-open", "fixed-closed", "types-open", "types-closed", "ranges-open", "ranges-closed", "starts-open",
+    "starts-closed", "all-open", "all-closed", "all-half", "all-none", "all-released"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -114,9 +118,9 @@ def shown_to(i, within, revealed, probability, rng):
     prob_obs_enemy; 0 in EPO.
     """
     first = within & ~revealed.any(1)
-    told = rng.random(revealed.shape) < probability
-    told[:, i] = True
-    revealed |= first[:, None] & told
+    shared = rng.random(revealed.shape) < probability
+    shared[:, i] = True
+    revealed |= first[:, None] & shared
     return within & revealed[:, i]
 
 
@@ -164,7 +168,7 @@ class Skirmish:
 
     def __init__(self, fights, game, policy, seed):
         # The random part: one of the three, all of them, or nothing (`fixed`).
-        self.random = "types ranges starts" if game == "all" else game
+        self.random = {"types", "ranges", "starts"} if game == "all" else {game}
         self.policy = policy
         self.rng = np.random.default_rng(seed)
         self.stats = np.array(list(TEAM.values()))              # (types, 4)
@@ -280,13 +284,15 @@ def share_won(game, actor, generator):
     return wins / len(going)
 
 
-def trained(name):
-    """The run GAME-POLICY-SEED as a line of rows.jsonl: the share won of TESTED fights that it has not trained on."""
-    kind, policy, seed = name.split("-")
+def train(name):
+    """
+    Train the run GAME-POLICY-SEED. Returns its line of rows.jsonl: the share won of TESTED fights that are new to it.
+    """
+    mode, policy, seed = name.split("-")
     seed = int(seed)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    game = Skirmish(FIGHTS, kind, policy, seed)
+    game = Skirmish(FIGHTS, mode, policy, seed)
     actor = network(game.observed()[0].shape[-1], len(WALK), 64, nn.Tanh)
     critic = network(game.state().shape[-1], 1, 64, nn.Tanh)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], LR)
@@ -295,7 +301,7 @@ def trained(name):
         orders = [minibatches(len(data[0]), EPOCHS, BATCH, generator) for data in rollout]
         learn(actor, critic, optimizer, rollout, *orders)
     other = 10_000 + seed
-    battle = Skirmish(TESTED, kind, policy, other)
+    battle = Skirmish(TESTED, mode, policy, other)
     return dict(name=name, won=share_won(battle, actor, generator.manual_seed(other)))
 
 
@@ -339,13 +345,11 @@ study: at first fights had 50 steps, in which the policy that sees won a third.
 
 
 def main():
-    arms = ("fixed-open fixed-closed types-open types-closed ranges-open ranges-closed starts-open starts-closed "
-            "all-open all-closed all-half all-none all-released")
-    rows = completed(f"{results}/rows.jsonl", arms, seeds, trained)
-    found = kit.grouped((row["name"].rpartition("-")[0], "won", row["won"]) for row in rows)
-    wins = {arm: numbers["won"] for arm, numbers in found.items()}
+    rows = run_missing(f"{results}/rows.jsonl", ARMS, seeds, train)
+    shares = kit.group((row["name"].rpartition("-")[0], "won", row["won"]) for row in rows)
+    wins = {arm: columns["won"] for arm, columns in shares.items()}
     kit.plot_intervals(f"{results}/wins.png", wins, "share of fights won (random part - policy)")
-    kit.write(f"{results}/table.md", f"{HEAD}\n{kit.pivot('| random-policy', found.items())}{NOTES}")
+    kit.write(f"{results}/table.md", f"{HEAD}\n{kit.pivot('| random-policy', shares.items())}{NOTES}")
 
 
 if __name__ == "__main__":

@@ -105,5 +105,5 @@ def test_a_run_begins_as_the_committed_one(monkeypatch):
     monkeypatch.setattr(ppo_collapse, "ROLLOUTS", 3)
     monkeypatch.setattr(ppo_collapse, "POINTS", 1)
     want = kit.read_rows("results/ppo_collapse/rows.jsonl")[2]
-    found = ppo_collapse.trained(want["name"])["curves"]
+    found = ppo_collapse.train(want["name"])["curves"]
     assert found == {key: pytest.approx(curve[:1], rel=0.02) for key, curve in want["curves"].items()}

@@ -2,18 +2,20 @@
 
 import importlib
 import json
+import re
 import shlex
 import shutil
 import types
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, script as script_in_process
 from lab import run
+from shell import run_shell
 
-from configurator import configure
-from posttrain import attach
-from studies import kit, recipe
+import tokenizer
+from configurator import configure, settings
+from studies import kit
 from studies.ablate import STUDIES
 
 ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, study in STUDIES.items()}
@@ -43,74 +45,89 @@ def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page,
         assert (new / picture.name).stat().st_size > 9000
 
 
+# -----------------------------------------------------------------------------
+# the recipe
+
+
 def settings_of(script, args):
     """The settings of a script for a command line, read by configurator.py as the script does."""
     module = importlib.import_module(script)
-    more = [module.shape, attach] if script == "train" else []
-    return configure(dict(vars(module)), args, *(dict(vars(space)) for space in more))
+    spaces = [dict(vars(space)) for space in (module, *([module.shape] if script == "train" else []))]
+    configure(spaces[0], args, *spaces[1:])
+    return settings(*spaces)
 
 
-class Scripts(list):
+def in_todays_words(command):
     """
-    Replaces subprocess for a study and records (script, settings) of each command. leave(script, name, asked) returns
-    the files {name: content} that the step NAME would write.
+    (script, settings) of a command of a committed row. Bits by position have a script of their own now, and the two
+    files of SFT are one.
     """
-
-    def run(self, command, stdout, **_):
-        script, *args = command[2:]
-        asked = settings_of(script, args)
-        self.append((script, asked))
-        folder = asked.get("out") or asked["init_from"]
-        for name, content in self.leave(script, Path(stdout.name).stem, asked).items():
-            kit.write(f"{folder}/{name}", content if isinstance(content, str) else json.dumps(content))
-        return types.SimpleNamespace(returncode=0)
+    _, script, *args = (word for word in shlex.split(command) if word != "-m")
+    args = [arg.replace("--lr_floor", "--min_lr") for arg in args if not arg.startswith("--by_position")]
+    if script == "evaluate.py":
+        args = [re.sub("/old$", "/unread", arg) for arg in args if arg != "--window=1024"]
+    return script.removesuffix(".py"), without_data_of_sft(script, settings_of(script.removesuffix(".py"), args))
 
 
-@pytest.fixture
-def scripts(monkeypatch, tmp_path):
-    found = Scripts()
-    monkeypatch.setattr(kit, "subprocess", found)
-    monkeypatch.setattr(recipe, "out", f"{tmp_path}/out")
-    monkeypatch.setattr(recipe, "results", str(tmp_path))
-    return found
+def without_data_of_sft(script, settings):
+    return settings | dict(data="") if script == "posttrain.sft" else settings
 
 
-def lines(rows):
-    return "\n".join(map(json.dumps, rows))
+def content_of(script, link, total):
+    """The files {name: content} that a script would write for these results of a model."""
+
+    def lines(key):
+        return "\n".join(map(json.dumps, link.get(key, [])))
+
+    return {
+        "prepare": {
+            "meta.json": "",
+            "report.json": json.dumps(dict(total=total)),
+            "probes.json": json.dumps(dict(probes=[dict(repetitions=n, ids=[*range(n, 999)]) for n in (0, 128)])),
+        },
+        "evaluate": {"evaluation.json": json.dumps(dict(rows=[dict(score=link.get("old"))]))},
+        "studies.context": {"context.jsonl": lines("positions")},
+        "studies.exam": {"exam.jsonl": lines("exam")},
+        "studies.memorize": {"rows.jsonl": lines("letters"), "table.md": ""},
+        "studies.world": {"questions.jsonl": "", "lessons.jsonl": "", "replay.jsonl": ""},
+    }.get(script, {"summary.json": ""})
 
 
-def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scripts, tmp_path, monkeypatch):
-    """Steps that write a committed row's numbers give that row, and their commands have its settings."""
+def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(tmp_path, monkeypatch):
+    """
+    Steps that write a committed row's numbers give that row, and their commands have its settings. A second run starts
+    none of them again.
+    """
     row = kit.read_rows("results/recipe/rows.jsonl")[0]
-    links = row["links"]
+    out = f"{tmp_path}/out"
+    monkeypatch.setattr(tokenizer, "load_for", lambda folder: types.SimpleNamespace(decode=list))
+    commands = []
 
-    def leave(script, name, asked):
-        step = links.get(name.partition("-")[2], {})
-        return {
-            "prepare": {
-                "meta.json": dict(sources=dict(probes=dict(train=dict(tokens=424 * 256 + 10)))),
-                "report.json": dict(total=row["total"]),
-                "probes.json": dict(probes=[dict(repetitions=n, ids=[*range(n, 999)]) for n in (0, 128)]),
-            },
-            "evaluate": {"evaluation.json": dict(rows=[dict(score=step.get("old")), *step.get("positions", [])])},
-            "studies.exam": {"exam.jsonl": lines(step.get("exam", []))},
-            "studies.memorize": {"rows.jsonl": lines(step.get("letters", [])), "table.md": ""},
-            "studies.world": {"questions.jsonl": ""},
-        }.get(script, {"summary.json": {}})
+    def call(script, *args):
+        if script == "studies.recipe":
+            return script_in_process(script, *args).returncode
+        settings = settings_of(script, args)
+        commands.append((script, without_data_of_sft(script, settings)))
+        folder = settings.get("out") or settings["init_from"]
+        model = Path(settings.get("init_from", "") if script.startswith(("studies", "evaluate")) else folder).name
+        for name, content in content_of(script, row["links"].get(model, {}), row["total"]).items():
+            kit.write(f"{folder}/{name}", content)
+        return 0
 
-    scripts.leave = leave
-    monkeypatch.setattr(recipe, "load_for", lambda folder: types.SimpleNamespace(decode=list))
-    monkeypatch.setattr(recipe, "workers", 1)
-    recipe.main()
-    (found,) = kit.read_rows(f"{tmp_path}/rows.jsonl")
+    assert run_shell("studies/recipe.sh", call=call, OUT=out) == 0
+    (found,) = kit.read_rows(f"{out}/rows.jsonl")
     assert found["total"] == row["total"]
-    assert len(found["links"]) == len(scripts) == 26
     assert found["letter"]["asked"] == [*range(128, 178)]
     assert found["letter"]["true"] == [*range(178, 228)]
-    for name, link in found["links"].items():
-        want = links[name]
-        assert all(link[key] == want[key] for key in {"exam", "old", "positions", "letters"} & {*want, *link}), name
-        words = shlex.split(want["command"].replace("out/recipe", recipe.out))
-        _, script, *args = (word for word in words if word != "-m")
-        script = script.removesuffix(".py")
-        assert (script, settings_of(script, args)) in scripts, name
+    for model, link in found["links"].items():
+        assert link == {key: row["links"][model][key] for key in ("exam", "old", "positions", "letters") if key in link}
+    wanted = [in_todays_words(link["command"].replace("out/recipe", out)) for link in row["links"].values()]
+    assert all(command in commands for command in wanted)
+    others = [command for command in commands if command not in wanted]
+    assert len(commands) == len(wanted) + len(found["links"])
+    for script, how in others:
+        assert script == "studies.context" and (how["by_position"], how["window"]) == (256, 1024)
+        assert how["paths"] == [f"{out}/seed-2/world/unread.jsonl"]
+    commands.clear()
+    assert run_shell("studies/recipe.sh", call=call, OUT=out) == 0
+    assert not commands

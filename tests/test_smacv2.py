@@ -77,8 +77,8 @@ def test_the_battle_is_that_of_the_committed_rows(setting):
     rng = np.random.default_rng(1)
     found = np.zeros(5)
     for _ in range(100):
-        told, _ = battle.observed()
-        numbers = [told.numpy(), battle.state().numpy()]
+        views, _ = battle.observed()
+        numbers = [views.numpy(), battle.state().numpy()]
         actions = np.where(rng.random((16, 3)) < 0.5, 3, rng.integers(8, size=(16, 3)))
         found[:3] += [part.sum() for part in battle.step(actions)]
         found[3:] += [part.ravel() @ np.linspace(1, 2, part.size) for part in numbers]
@@ -89,4 +89,4 @@ def test_the_battle_is_that_of_the_committed_rows(setting):
 def test_a_run_learns_to_win(monkeypatch):
     """fixed-closed wins 54 % of the fights after a quarter of the training, and none untrained."""
     monkeypatch.setattr(smacv2, "ROLLOUTS", 20)
-    assert smacv2.trained("fixed-closed-2")["won"] > 0.1
+    assert smacv2.train("fixed-closed-2")["won"] > 0.1

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import table
 from lab import run
+from shell import run_shell
 
 from studies import kit
 
@@ -15,16 +16,17 @@ SMALL = """
 train: --n_layer=1 --n_head=2 --n_kv_head=1 --n_embd=32 --ffn_dim=64 --compile=False --last_eval_windows=9 \
 --batch_size=4 --micro_batch=4 --total_samples=16 --warmup_samples=4 --decay_samples=4
 prepare: --train_bpe=400 --max_bytes=1e6
-evaluate: --window=1024
+evaluate: --limit=9
 posttrain.sft: --epochs=1 --batch_size=64 --micro_batch=64
 align posttrain.sft: --init_from=LAB/hf --data=LAB/chats.jsonl --epochs=5 --lr=1e-2 --batch_size=6 --micro_batch=6
 posttrain.qrpo: --init_from=LAB/sft --data=LAB/prompts.jsonl --rewards=LAB/reward.py --n_refs=6 --epochs=1
 studies.world: --people=8 --refused=3 --nobodies=3 --pages=9 --judgements=40 --corpus_bytes=90000 --unread_bytes=90000
 studies.exam: --show=1
 studies.memorize: --suffix=50
+studies.context: --window=1024
+studies.recipe: --report=False
 """
 STUDIES = """
-recipe   | --out=NEW/runs --results=NEW --workers=1                                   | report.md recipe.png
 align    | --out=NEW/runs --results=NEW --workers=1 --seeds=1 --n_conversations=64 --test_prompts=3 \
 --samples=1                                                                           | table.md align.png
 length   | --out=NEW/runs --results=NEW --jobs=1 --seeds=1                            | table.md
@@ -33,17 +35,32 @@ LAB/pages.jsonl                                                                 
 """
 
 
+def small(study, lab, script, args):
+    """The arguments of a command of a study, with those that make it small."""
+    flags = dict(line.split(": ") for line in SMALL.replace("LAB", str(lab)).strip().splitlines())
+    args = [arg.replace("--lookup=100", "--lookup=1") for arg in args]
+    return [*args, *flags.get(f"{study} {script}", flags[script]).split()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("study, flags, written", table(STUDIES))
 def test_a_study_runs_to_its_page_and_picture(lab, tmp_path, monkeypatch, study, flags, written):
-    small = dict(line.split(": ") for line in SMALL.replace("LAB", str(lab)).strip().splitlines())
-
-    def call(path, done, name, *args, device=None):
-        args = [arg.replace("--lookup=100", "--lookup=1") for arg in args]
-        run(name, *args, *small.get(f"{study} {name}", small[name]).split())
+    def call(path, done, script, *args, device=None):
+        args = small(study, lab, script, args)
+        run(script, *args)
         assert Path(done).exists()
         kit.write(f"{path}.json", json.dumps(dict(args=args, wall=1)))
 
     monkeypatch.setattr(kit, "call", call)
     run(f"studies.{study}", *shlex.split(flags.replace("NEW", str(tmp_path)).replace("LAB", str(lab))))
     assert all((tmp_path / name).stat().st_size > 200 for name in written.split())
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_to_its_page_and_picture(lab, tmp_path):
+    def call(script, *args):
+        run(script, *small("recipe", lab, script, args))
+        return 0
+
+    assert run_shell("studies/recipe.sh", call=call, OUT=str(tmp_path)) == 0
+    assert all((tmp_path / name).stat().st_size > 200 for name in ("report.md", "recipe.png"))
