@@ -17,11 +17,8 @@ rewards = "reward.py"
 loss = "qrpo"
 length_norm = True
 beta = 5.0                        # divided by |y|: about 0.03 on average
-beta_max = 0.1                    # only in the released code, to bound the gradient norm; it matters below 50 tokens
 n_refs = 10                       # the report and the README of the code; the released configurations have 30
-# The released scripts count the sample itself (--loo=0): with 30 references R_q is then .017 too large on
-# average.
-loo = 1
+# The released scripts compare a sample with itself too: with 30 references R_q is then .017 too large on average.
 pairs = "best"                    # the best against one with a quantile <= max(.2, 1/n)
 pairs_per_prompt = 1
 max_length = 4096

@@ -1,4 +1,4 @@
-"""The settings of train.py, checked before anything is built: an error names the flag to change."""
+"""The settings of training scripts, checked before anything is built: an error names the flag to change."""
 
 import math
 
@@ -18,20 +18,25 @@ NOT_NEGATIVE = [
 
 def check_settings(settings, by_clock):
     """ValueError, one line, for a setting that cannot work. settings: all, a dict; by_clock: minutes end it."""
-    for name, choices in CHOICES.items():
-        if settings[name] not in choices:
-            raise ValueError(f"{name}={settings[name]!r}: there is {', '.join(choices)}")
-    for name in NOT_NEGATIVE:
-        if settings[name] < 0:
-            raise ValueError(f"{name}={settings[name]}: want 0 or more; --help says what 0 means")
+    check_values(settings)
     check_length(settings, by_clock)
     check_start(settings)
+    if not 0 <= settings["distill"] <= 1:
+        raise ValueError(f"distill={settings['distill']}: want the teacher's share of the loss, between 0 and 1")
+
+
+def check_values(settings):
+    """ValueError for a value that a setting cannot have. settings: of train.py, SFT or QRPO, a dict."""
+    for name, choices in CHOICES.items():
+        if name in settings and settings[name] not in choices:
+            raise ValueError(f"{name}={settings[name]!r}: there is {', '.join(choices)}")
+    for name in NOT_NEGATIVE:
+        if settings.get(name, 0) < 0:
+            raise ValueError(f"{name}={settings[name]}: want 0 or more; --help says what 0 means")
     if settings["optimizer"] == "adamw" and settings["state_dtype"] == "bfloat16":
         raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
                          "use --optimizer=ademamix, or leave state_dtype out")
-    if not 0 <= settings["distill"] <= 1:
-        raise ValueError(f"distill={settings['distill']}: want the teacher's share of the loss, between 0 and 1")
-    if settings["wandb_log"]:
+    if settings.get("wandb_log"):
         import wandb  # noqa: F401  here, so that a missing package is an error before the run folder is there
 
 

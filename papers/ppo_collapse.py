@@ -32,7 +32,7 @@ from torch import nn
 from tqdm import tqdm
 
 from configurator import run
-from posttrain.collapse import dead_units, spectrum
+from papers.collapse import dead_units, spectrum
 from studies import kit
 
 seeds = 5                           # number of seeds, from seed 2 on: the settings were chosen with seed 1
@@ -312,7 +312,7 @@ ratio of y to 1.25. Below: the norm in CartPole; c is the weight of PFO.
 """
 
 NOTES = """
-`rank_*`: ranks of the actor's last hidden layer (posttrain/collapse.py). `critic_rank`: the critic's `pca99`. `dead`:
+`rank_*`: ranks of the actor's last hidden layer (papers/collapse.py). `critic_rank`: the critic's `pca99`. `dead`:
 units of 128 that are 0 in all states. `norm`: of the pre-activations. `beyond`: the share of ratios beyond the clip.
 `low_ratio`: the mean of those below 0.8.
 

@@ -6,41 +6,46 @@ All losses take tensors (..., 2), the better completion of a prompt first, and r
 
     pi         log-probs of the whole completion under the policy, in nats
 
-and `known`, an object with the values that do not depend on the policy:
+and `known`, the values that do not depend on the policy:
 
     ref        log-probs under the reference model
     reward     the raw reward
-    q          f(R_q): the transformed quantile of the reward among the references
+    q          R_q: the quantile of the reward among the references
     length     tokens of the completion, or 1 for no normalisation by length
     beta       of this completion: beta / |y|, limited (effective_beta)
     log_z      beta log Z of this completion (beta_log_z)
+    tokens     of the completion, for the log
 """
 
 import math
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 
 BETA = dict(qrpo=0.003, dpo=0.03, rebel=1e-4, simpo=2.5)    # the middle of the paper's grids
+# The largest beta / |y|. Only in the released code, to bound the norm of the gradient; it matters below 50 tokens.
+BETA_MAX = 0.1
+
+
+@dataclass
+class Known:
+    """The values of pairs that do not depend on the policy, as above: tensors (pairs, 2)."""
+    ref: torch.Tensor
+    reward: torch.Tensor
+    q: torch.Tensor
+    length: torch.Tensor
+    beta: torch.Tensor
+    log_z: torch.Tensor
+    tokens: torch.Tensor
+
+    def select(self, indices):
+        """The values of some of the pairs."""
+        return Known(*(getattr(self, field.name)[list(indices)] for field in fields(self)))
 
 
 # -----------------------------------------------------------------------------
 # the quantile of a reward, and the partition function that follows from it
-
-# f of R_q, from n references. log and normal would make a quantile of 0 (normal also one of 1) infinite: it is clamped.
-TRANSFORMS = dict(
-    identity=lambda q, n: q,
-    log=lambda q, n: q.clamp(1 / n, 1).log(),
-    normal=lambda q, n: torch.special.ndtri(q.clamp(1 / n, (n - 1) / n)),
-)
-
-# beta log Z of each transform (arXiv 2507.08068, table 4). identity is beta log(beta (e^(1/beta) - 1)), written without
-# overflow. Both official codes drop its last term: no difference below beta = .05, wrong by .46 at beta = 1.
-LOG_Z = dict(
-    identity=lambda beta: beta * beta.log() + 1 + beta * torch.log(-torch.expm1(-1 / beta)),
-    log=lambda beta: beta * torch.log(beta / (1 + beta)),
-    normal=lambda beta: 1 / (2 * beta),
-)
 
 
 def quantile(reward, ref_rewards, loo=False):
@@ -59,18 +64,20 @@ def quantile(reward, ref_rewards, loo=False):
     return count.to(torch.promote_types(reward.dtype, torch.float32)) / n
 
 
-def beta_log_z(beta, transform="identity"):
+def beta_log_z(beta):
     """
-    beta log Z with Z = E exp(f(R_q) / beta) for R_q uniform on (0, 1), exact for every beta > 0.
+    beta log Z with Z = E exp(R_q / beta) for R_q uniform on (0, 1), exact for every beta > 0.
 
-    With the identity it is also the share of the reference's completions whose log-prob must fall, since their R_q is
-    below it: 77 % at beta .1, 98 % at .003. So most of the better completions of pairs fall too.
+    It is also the share of the reference's completions whose log-prob must fall, since their R_q is below it: 77 % at
+    beta .1, 98 % at .003. So most of the better completions of pairs fall too.
 
-    beta: a number or a tensor; returns the same kind.
+    beta: a number or a tensor; returns the same kind. Source: arXiv 2507.08068, table 4.
     """
-    if isinstance(beta, torch.Tensor):
-        return LOG_Z[transform](beta)
-    return LOG_Z[transform](torch.tensor(beta, dtype=torch.float64)).item()
+    if not isinstance(beta, torch.Tensor):
+        return beta_log_z(torch.tensor(beta, dtype=torch.float64)).item()
+    # beta log(beta (e^(1/beta) - 1)), written without overflow. Both official codes drop the last term: no difference
+    # below beta = .05, wrong by .46 at beta = 1.
+    return beta * beta.log() + 1 + beta * torch.log(-torch.expm1(-1 / beta))
 
 
 def discrete_beta_log_z(ref_quantiles, beta):

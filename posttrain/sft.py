@@ -17,7 +17,7 @@ A row of the data has one of these forms, recognised by its keys. Other rows are
     conversations                [{from, value}], ShareGPT: system, human, gpt, function_call, observation
     instruction, output, input   Alpaca; its published prompt becomes the user's words
     prompt, completion           two texts, or two lists of messages
-    with any of these            system (a text), tools (a list, or one as JSON), thinking, license
+    with any of these            system (a text), tools (a list, or one as JSON), thinking
 
 Until conversations repeat, each loss is measured on ones that the model has not seen: the training curve is then a
 held-out curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). After SIGTERM,
@@ -25,42 +25,40 @@ SIGUSR2, or `touch out/<run>/stop`, all ranks stop after the current micro-batch
 
 $ python -m posttrain.sft --data=conversations.jsonl --show        # the first conversations; learnt tokens are green
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl
-$ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}"   # two of three are from chats/
+$ python -m posttrain.sft --data=chats/,hf://datasets/OWNER/NAME   # both, in one random order
 $ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
 $ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
 import itertools
-import os
+import math
+from contextlib import suppress
+from dataclasses import replace
 
+# Before torch: engine.hardware sets environment variables that torch reads when it loads.
+from engine.hardware import can_compile, pick_device, pick_dtype
+
+# isort: split
 import numpy as np
 import torch
 
 import convert
-from ademamix import build_optimizer
+from ademamix import build_optimizer, optimizer_step
 from chat import describe_dropped, learnable
-from configurator import run as run_script, settings
-from engine import restore
-
-# Before torch: engine.hardware sets environment variables that torch reads when it loads.
-from engine.hardware import can_compile, pick_device, pick_dtype
-from engine.parallel import Ranks, orderly_exit
-from engine.run import Run
-from posttrain import (
-    collapse,
-    common,  # first: a script started by its path gets posttrain/posttrain.py here
-    start,
-)
-from posttrain.conversations import first_rows, tokenized, weights_of
-from posttrain.forgetting import Old
+from configurator import run as run_script, settings as read_settings
+from engine import memory, restore
+from engine.parallel import Ranks, check_finite, orderly_exit, reduce_step
+from engine.run import Run, StepInterrupted
+from posttrain import common
+from posttrain.conversations import first_rows, sources_of, tokenize_data
+from posttrain.start import frozen_hash
+from train import build_model, conclude
 
 # -----------------------------------------------------------------------------
 # the run
 out = "out/sft"                 # the run folder
 init_from = "out/laptop"        # the start model: run folder, Hugging Face folder or hub name
-data = "conversations.jsonl"    # .jsonl, .parquet, folder, glob, hf://datasets/OWNER/NAME, or {such: weight, ...}
-keep_licenses = ""              # only rows whose column `license` is one of these, with commas between
-decontaminate = ""              # file of evaluation prompts (prepare.py): conversations that contain one are left out
+data = "conversations.jsonl"    # .jsonl, .parquet, folder, glob, hf://datasets/OWNER/NAME; several with commas between
 show = False                    # print the first conversations token by token, learnt tokens in green, and stop
 resume = False                  # continue from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
@@ -72,8 +70,6 @@ date = "2025-09-02"             # "Current date" of the default system message; 
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
 lora_alpha = 32.0               # scale of their update: alpha / r
-lora_on = "all"                 # matrices with adapters: all, or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
-lora_rs = False                 # rank-stabilised: scale by alpha / sqrt(r)
 base = "fp32"                   # how frozen weights are stored: fp32 | bf16 | int8 | nf4
 recompute = "none"              # activations that backward computes again: none | cheap | selective | full
 # layout
@@ -90,14 +86,8 @@ state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes 
 lr = 5e-6
 betas = (0.9, 0.999, 0.99)      # fast average, squares, slow average; AdamW uses the first two
 alpha = 8.0                     # the slow average's weight; alpha and beta3 warm up over the run, at most 100,000 steps
-eps = 1e-8
 weight_decay = 0.0
 grad_clip = 1.0
-rank_every = 100                # steps between diagnoses of collapse (posttrain/collapse.py); 0 = never
-# forgetting (posttrain/forgetting.py)
-old = ""                        # text like the start model's data: .txt, .jsonl, or a data folder's validation split
-old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
-old_windows = 64                # windows of that text, at most, spread over its documents; 0 = all
 # checkpoints
 checkpoint_every = 500          # steps; 0 = at the end only
 keep_checkpoints = 2            # how many of the newest to keep; 0 = all
@@ -108,97 +98,77 @@ keep_checkpoints = 2            # how many of the newest to keep; 0 = all
 # conversations as rows of a batch
 
 
-def rows_of(conversations, pack, max_length):
+def pack_rows(conversations, max_length):
     """
-    The conversations of a step, laid out in rows: one per row or, with pack, first-fit from the longest on.
+    Conversations, laid out in rows of at most max_length tokens: first-fit, from the longest on.
 
     Packing changes only the padding: attention stays inside a conversation, and RoPE depends on distances alone.
     """
-    if not pack:
-        return [[c] for c in conversations]
     rows = []
-    for c in sorted(conversations, key=lambda c: -len(c[0])):
+    for conversation in sorted(conversations, key=lambda conversation: -len(conversation[0])):
         for row in rows:
             taken = sum(len(ids) for ids, _ in row)
-            if taken + len(c[0]) <= max_length:
-                row.append(c)
+            if taken + len(conversation[0]) <= max_length:
+                row.append(conversation)
                 break
         else:
-            rows.append([c])
+            rows.append([conversation])
     return rows
 
 
-def tensors(rows, device):
+def collate(rows, device):
     """Rows of conversations -> idx, targets (-1 where nothing is learnt), doc, each (rows, T), padded on the right."""
-    lengths = [[len(ids) for ids, _ in row] for row in rows]
-    found = np.full((3, len(rows), max(map(sum, lengths))), -1)
-    found[0] = 0
+    T = max(sum(len(ids) for ids, _ in row) for row in rows)
+    idx = np.zeros((len(rows), T), np.int64)
+    targets, doc = np.full_like(idx, -1), np.full_like(idx, -1)
     for n, row in enumerate(rows):
-        ids, said = map(np.concatenate, zip(*row))
-        T = len(ids)
+        ids, loss_mask = map(np.concatenate, zip(*row))
+        idx[n, :len(ids)] = ids
         # Position i predicts token i + 1. At the end of a conversation that is <s> of the next, which is not learnt.
-        learnt = np.where(said, ids, -1)
-        found[0, n, :T] = ids
-        found[1, n, :T - 1] = learnt[1:]
-        found[2, n, :T] = np.repeat(np.arange(len(row)), lengths[n])
-    # MPS may read `found` after it is freed (pytorch issue 189690).
-    return torch.from_numpy(found).to(device, non_blocking="cuda" in device)
+        targets[n, :len(ids) - 1] = np.where(loss_mask, ids, -1)[1:]
+        doc[n, :len(ids)] = np.repeat(np.arange(len(row)), [len(ids) for ids, _ in row])
+    # Not on MPS, which may read the array after it is freed (pytorch issue 189690).
+    return torch.from_numpy(np.stack((idx, targets, doc))).to(device, non_blocking="cuda" in device)
+
+
+def count_tokens(rows):
+    """For the log: the tokens of rows, and how many of them are learnt."""
+    masks = [loss_mask for row in rows for _, loss_mask in row]
+    return dict(tokens=sum(map(len, masks)), learnt=int(sum(mask.sum() for mask in masks)))
 
 
 # -----------------------------------------------------------------------------
 # the loop
 
 
-def train(run, model, optimizer, conversations, longest, rows_at_once, text):
+def train(run, model, optimizer, conversations, max_length, micro_batch_size):
     """
-    Train on all conversations, `epochs` times. Every rank lays out all rows of a step, and takes its share of them.
+    Train on all conversations, `epochs` times, or until the user asks to stop.
 
     All losses of a step are divided by its learnt tokens, so that those of micro-batches and ranks add up.
     """
-    ranks, shares = run.ranks, weights_of(data).values()
+    ranks = run.ranks
     for step in run.steps():
-        numbers = common.chosen(step, batch_size, conversations.sizes, shares, epochs, seed)
-        rows = rows_of([conversations[k] for k in numbers], pack, longest)
-        facts = count(rows) | diagnosis(model, rows, step, run)
-        loss, positions = torch.zeros((), device=run.device), 0
-        for part in run.micro_batches(model, common.shared(rows, rows_at_once, ranks)):
-            idx, targets, doc = tensors(part or rows[:1], run.device)
+        batch = [conversations[k] for k in common.item_indices(step, batch_size, len(conversations), epochs, seed)]
+        rows = pack_rows(batch, max_length) if pack else [[conversation] for conversation in batch]
+        stats = count_tokens(rows)                         # of all ranks
+        loss, n_positions = torch.zeros((), device=run.device), 0
+        for part in run.micro_batches(model, common.rank_micro_batches(rows, micro_batch_size, ranks)):
+            idx, targets, doc = collate(part or rows[:1], run.device)
             if not part:
                 targets.fill_(-1)                          # no row is left for this rank: it runs too, and adds nothing
-            part_loss = model.loss(idx, targets, doc=doc if pack else None, n_tokens=facts["learnt"])
+            part_loss = model.loss(idx, targets, doc=doc if pack else None, n_tokens=stats["learnt"])
             part_loss.backward()
             loss += part_loss.detach()
-            positions += idx.numel() * ranks.size
-        if run.interrupted:                                # asked to stop between two micro-batches: drop this step
-            break
+            n_positions += idx.numel() * ranks.size
+        losses, norm = reduce_step(model, ranks, loss)     # over all ranks
+        check_finite(step, losses, norm)
+        lr_now = lr * common.linear(step, run.end, warmup)
+        optimizer_step(optimizer, lr_now, norm, grad_clip)
 
-        loss, norm = run.reduce(model, loss)
-        rate = lr * common.linear(step, run.end, warmup)
-        if run.is_finite(step, loss, norm):
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step(grad_scale=min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0)
-        optimizer.zero_grad()
-
-        run.log_step(step, facts.pop("tokens"), positions, dict(loss=loss), norm, lr=rate, **facts)
-        if text and run.validation_due(step + 1, old_every):
-            run.log(step=step, **text.measure(model, ranks))
+        run.log.step(step, loss=losses[0], seconds=run.step_seconds(), tokens_in_step=n_positions, grad_norm=norm,
+                     lr=lr_now, **stats)
         run.save_if_due(step + 1, model, optimizer)
-
-
-def count(rows):
-    """For the log: the tokens of rows, and how many of them are learnt."""
-    _, said = map(np.concatenate, zip(*itertools.chain(*rows)))
-    return dict(tokens=len(said), learnt=int(said.sum()))
-
-
-def diagnosis(model, rows, step, run):
-    """For the log, now and then: is the representation collapsing?"""
-    if not rank_every or step % rank_every and step + 1 < run.end:
-        return {}
-    # One conversation per row: eager attention with a mask of documents would store the scores of all positions.
-    idx, targets, _ = tensors([[c] for c in itertools.chain(*rows)][:4 * micro_batch], run.device)
-    return collapse.diagnose(model, idx, targets >= 0)
 
 
 # -----------------------------------------------------------------------------
@@ -207,68 +177,78 @@ def diagnosis(model, rows, step, run):
 
 def main():
     if show:
-        return show_conversations()
-    shape, tok, path = convert.start_of(init_from)
-    longest = common.check_settings(globals(), shape, tok, "conversations")
-    shape.doc_mask, shape.vocab_size = True, max(shape.vocab_size, tok.vocab_size)
-    config = settings(globals(), shape) | dict(max_length=longest)
+        show_conversations()
+        return
+    shape, tok, weights = convert.start_of(init_from)
+    settings = read_settings(globals())
+    longest = common.check_settings(settings, shape, tok, "conversations")
+    shape = replace(shape, doc_mask=True, vocab_size=max(shape.vocab_size, tok.vocab_size))
+    settings |= read_settings(shape) | common.FIXED | dict(max_length=longest)
     ranks = Ranks(parallel)
-    where = ranks.place(pick_device(device))
-    kind, compiled = pick_dtype(dtype, where), compile and can_compile(where)
-    text = Old(old, tok, shape.block_size, old_windows, out) if old else None
+    place = ranks.place(pick_device(device))
+    activations, compiled = pick_dtype(dtype, place), compile and can_compile(place)
+    # Weights and states must fit; activations are counted below, when the length of the rows is known.
+    outline = build_model(shape, settings, ranks, "meta")
+    _, shards = memory.fit_to_memory(outline, settings, ranks, place, activations, 0, micro_batch)
+    ranks.shard_over(shards)
 
-    with Run(config, ranks, where) as run:
+    with Run(settings, ranks, place) as run:
         if resume:                                         # before data are read, which takes minutes
-            restore.compare_with_folder(out, common.decisive(config))
-        conversations, bad, sha = tokenized(os.path.join(out, "tokens"), tok, data, longest, date, ranks, keep_licenses,
-                                            decontaminate)
-        config |= dict(data_hash=sha[:16], tokenizer_hash=tok.hash[:16])
-        steps = -(-epochs * len(conversations) // batch_size)
-        found = restore.find_same(run, common.decisive(config), steps) if resume else None
-        window = longest if pack else np.diff(conversations.starts).max()
-        rows_at_once = start.check_memory(shape, config, ranks, where, kind, window)
-        model = start.build(shape, config, ranks, where, kind, path, compiled, fresh=not found)
-        warm = min(steps, 100_000)
-        opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, warm, warm, None, state_dtype)
-        if found:
-            restore.load(found[0], model, opt)
-        if text and found:
-            text.recall()
-        config |= start.hash_of(model, config, found)
+            restore.compare_with_folder(out, common.must_match(settings))
+        conversations, dropped, data_hash = tokenize_data(f"{out}/tokens", tok, data, longest, date, ranks)
+        settings |= dict(data_hash=data_hash[:16], tokenizer_hash=tok.hash[:16])
+        steps = math.ceil(epochs * len(conversations) / batch_size)
+        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.files) if resume else None
+        window = longest if pack else conversations.longest
+        micro_batch_size, _ = memory.fit_to_memory(
+            outline, settings, ranks, place, activations, window, micro_batch, ranks_have_met=True)
+        model = build_model(shape, settings, ranks, place, compiled, weights, fresh=not checkpoint)
+        opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),
+                              state_dtype=state_dtype)
+        if checkpoint:
+            restore.load(checkpoint[0], model, opt)
+        if lora_r:
+            settings["start_hash"] = frozen_hash(model, checkpoint)
         if ranks.is_main:
-            convert.describe(out, config | dict(chat=True), shape, tok)
-            dropped = [describe_dropped(bad, len(conversations), "conversations")] if bad else []
-            print(*dropped, f"{conversations.tokens:,} tokens, {conversations.learnt:,} of them learnt",
-                  f"{len(conversations)} conversations, {steps} step{'s' * (steps != 1)}", sep="\n")
-        run.open(steps, found, model.flops_per_token(window) / ranks.size)
-        if text and not found:
-            run.log(step=0, **text.measure(model, ranks))
-        train(run, model, opt, conversations, longest, rows_at_once, text)
-        if run.close(model, opt):
-            start.finish(run, model, config, text)
-        run.leave(convert.complete)
+            convert.describe(out, settings | dict(chat=True), shape, tok)
+            introduce(conversations, dropped, steps)
+        run.begin(steps, checkpoint, model.flops_per_token(window))
+        with suppress(StepInterrupted):                    # the steps before it are saved below
+            train(run, model, opt, conversations, longest, micro_batch_size)
+        summary = common.finish(run, model) if run.close(model, opt) else None
+        ranks.leave()
+        if ranks.is_main:
+            conclude(run, summary)
+
+
+def introduce(conversations, dropped, steps):
+    """Print how large the run is. dropped: [[reason, place]] of the rows that are left out."""
+    if dropped:
+        print(describe_dropped(dropped, len(conversations), "conversations"))
+    print(f"{conversations.tokens:,} tokens, {conversations.learnt:,} of them learnt")
+    print(f"{len(conversations)} conversations, {steps} step{'s' * (steps != 1)}")
 
 
 def show_conversations():
     """--show: the first three conversations of each source, token by token, or why one of them would be left out."""
     shape, tok, _ = convert.start_of(init_from)
     tok.check_chat()
-    for place, row in itertools.chain(*(first_rows(source, 3) for source in weights_of(data))):
-        found = learnable(tok, row, max_length or shape.block_size, date)
-        if isinstance(found, str):
-            print(f"{place} is left out: {found}")
+    for place, row in itertools.chain(*(first_rows(source, 3) for source in sources_of(data))):
+        result = learnable(tok, row, max_length or shape.block_size, date)
+        if isinstance(result, str):
+            print(f"{place} is left out: {result}")
             continue
-        ids, said = found
+        ids, loss_mask = result
         # One piece per token; a vocabulary of single bytes has one per run, so that letters and words stay whole.
-        together = said.__getitem__ if len(tok.pieces) == 256 else None
-        shown = []
-        for _, run in itertools.groupby(range(len(ids)), together):
-            run = list(run)
-            text = tok.decode_bytes(ids[run[0]:run[-1] + 1]).decode("utf-8", errors="backslashreplace")
-            colour = 32 if said[run[0]] else 90
-            shown.append(f"\x1b[{colour}m{text}\x1b[0m".replace("\n", "⏎"))
-        print("·".join(shown))
-        print(f"{sum(said)} of {len(ids)} tokens are learnt (green)\n")
+        key = loss_mask.__getitem__ if len(tok.pieces) == 256 else None
+        pieces = []
+        for _, group in itertools.groupby(range(len(ids)), key):
+            positions = list(group)
+            text = tok.decode_bytes(ids[positions[0]:positions[-1] + 1]).decode("utf-8", errors="backslashreplace")
+            colour = 32 if loss_mask[positions[0]] else 90
+            pieces.append(f"\x1b[{colour}m{text}\x1b[0m".replace("\n", "⏎"))
+        print("·".join(pieces))
+        print(f"{sum(loss_mask)} of {len(ids)} tokens are learnt (green)\n")
 
 
 if __name__ == "__main__":

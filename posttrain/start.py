@@ -65,18 +65,25 @@ def build_lora_model(shape, settings, ranks, device):
     """
     check_base(settings, ranks.sharded)
     base = settings["base"]
-    dtype = DTYPES[base]
     if torch.empty(0).is_meta:
         model = Apertus(shape, seed=None)
         if base != "fp32":
             model.bfloat16()
-        if not dtype:
+        if not DTYPES[base]:
             quantise(model, base)
     else:
-        # Matrices are quantised one by one as they are read, so that the whole model is never in memory in bf16.
-        model, _ = convert.load_any(settings["init_from"], device, dtype, base="" if dtype else base)
+        model = load_whole(settings, device)
         model.config = shape                               # the run may have changed its window and RoPE
     return lora.add_lora(model, lora.lora_config(settings))
+
+
+def load_whole(settings, device):
+    """The start model without adapters, whole, stored as `base` says."""
+    base = settings["base"]
+    dtype = DTYPES[base]
+    # Matrices are quantised one by one as they are read, so that the whole model is never in memory in bf16.
+    model, _ = convert.load_any(settings["init_from"], device, dtype, base="" if dtype else base)
+    return model
 
 
 def fill_lora_model(model, path, seed, ranks):

@@ -1,5 +1,5 @@
 """
-papers/ppo_collapse.py and posttrain/collapse.py against the published functions (arXiv 2405.00662), gymnasium's
+papers/ppo_collapse.py and papers/collapse.py against the published functions (arXiv 2405.00662), gymnasium's
 CartPole and scipy.
 
 tests/golden/ppo.*: networks of 5 inputs, two layers of 16 ReLUs and 3 actions or a value, as flat vectors.
@@ -12,10 +12,8 @@ import pytest
 import torch
 from conftest import ROOT
 from scipy.signal import lfilter
-from tiny import small
 
-from papers import ppo_collapse
-from posttrain import collapse
+from papers import collapse, ppo_collapse
 from studies import kit
 
 GOLDEN = f"{ROOT}/tests/golden/ppo"
@@ -75,19 +73,7 @@ def test_two_states_are_the_published_toy_problem(case):
     np.testing.assert_allclose(ratios, [want["ratio_x"], want["ratio_y"]], rtol=1e-6)
 
 
-# --- a model, the game, advantages, the runs -----------------------------------------------------------------------
-
-
-def test_a_model_is_diagnosed_by_its_last_hidden_states_and_the_inputs_of_its_last_activation():
-    model = small(ffn_dim=4)
-    idx = torch.arange(60).view(2, 30)
-    keep = idx % 3 > 0
-    with torch.no_grad():
-        model.model.layers[-1].mlp.up_proj.weight[1:] = 0
-        found = collapse.diagnose(model, idx, keep)
-        ranks = collapse.spectrum(model.hidden(idx)[keep])
-    assert {name: found[f"rank_{name}"] for name in ranks} == ranks
-    assert (found["rank_tokens"], found["dead_units"]) == (40, 0.75)
+# --- the game, advantages, the runs -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start, actions, states, fell", [*zip(*WANT["cartpole"].values())])
