@@ -23,6 +23,8 @@ def check_settings(settings, by_clock):
     check_start(settings)
     if not 0 <= settings["distill"] <= 1:
         raise ValueError(f"distill={settings['distill']}: want the teacher's share of the loss, between 0 and 1")
+    if settings["wandb_log"]:
+        import wandb  # noqa: F401  here, so that a missing package is an error before the run folder is there
 
 
 def check_values(settings):
@@ -36,8 +38,6 @@ def check_values(settings):
     if settings["optimizer"] == "adamw" and settings["state_dtype"] == "bfloat16":
         raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
                          "use --optimizer=ademamix, or leave state_dtype out")
-    if settings.get("wandb_log"):
-        import wandb  # noqa: F401  here, so that a missing package is an error before the run folder is there
 
 
 def check_length(settings, by_clock):
