@@ -23,6 +23,8 @@ def check_settings(settings, by_clock):
     check_start(settings)
     if not 0 <= settings["distill"] <= 1:
         raise ValueError(f"distill={settings['distill']}: want the teacher's share of the loss, between 0 and 1")
+    if settings["wandb_log"]:
+        import wandb  # noqa: F401  here, so that a missing package is an error before the run folder is there
 
 
 def check_values(settings):
@@ -55,6 +57,9 @@ def check_start(settings):
     if (lora_r or base != "fp32") and not settings["init_from"]:
         raise ValueError(f"lora_r={lora_r}, base={base}: adapters are trained next to the frozen weights of a model: "
                          "name it with --init_from")
+    if base != "fp32" and not lora_r:
+        raise ValueError(f"base={base}: weights that are trained are held in fp32; "
+                         f"--lora_r=16 trains adapters next to frozen weights in {base}")
     if lora_r and settings["fp8"]:
         raise ValueError(f"lora_r={lora_r} freezes the matrices that fp8=True trains: leave one of them out")
 

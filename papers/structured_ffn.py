@@ -1,5 +1,5 @@
 """
-Structured feed-forward layers: each matrix of the MLP as a product of two smaller ones. Off by default.
+Structured feed-forward layers: each matrix of the MLP as a product of two smaller ones.
 
     y = W x with W (M, N) becomes                               parameters               63 % of the MLP, M = 4N
     lowrank         U (V x)          V (R, N),   U (M, R)       R (N + M)                R = N/2
@@ -25,68 +25,78 @@ Not reproduced  The perplexities, which took 25.5B tokens. In 0.3M tokens low ra
                 does not help (results/structured/table.md).
 
 $ python -m papers.structured_ffn configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
-$ python -m papers.structured_ffn --merge=out/run --out=out/hf         # the equivalent dense model, for transformers
+$ python -m papers.structured_ffn --merge=out/laptop --save=out/hf     # the equivalent dense model, for transformers
 """
 
 import hashlib
 import math
-from functools import partial
+from contextlib import suppress
 
+# Before torch: engine.hardware sets environment variables that torch reads when it loads.
+from engine.hardware import can_compile, pick_device, pick_dtype
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import configurator
 import convert
 import train
-from ademamix import build_optimizer
-from configurator import run as run_script, settings
-from data import ahead, started_stages
+from ademamix import build_optimizer, optimizer_step
+from data import prefetch, started_stages
+from engine import memory, restore
 from engine.checks import check_settings
-
-# Before torch: engine.hardware sets environment variables that torch reads when it loads.
-from engine.hardware import can_compile, pick_device, pick_dtype
-from engine.parallel import Ranks, distribute, orderly_exit
-from engine.restore import find_checkpoint, load as load_checkpoint, read_manifest
-from engine.run import Run
-from engine.runs import settings_of
+from engine.clock import DecayClock, plan_state
+from engine.parallel import Ranks, check_finite, distribute, orderly_exit, reduce_step
+from engine.run import Run, StepInterrupted
 from engine.sharding import draw
 from model import Apertus, ApertusConfig
-from schedule import Plan, steps_in
+from sample import sample_of
+from schedule import Plan
 from tokenizer import load_for
 
-# The settings of train.py, and these.
+# Settings of this script, next to those of train.py. A resumed run has the same.
 ffn = "lowrank"                 # lowrank | blockdense | blockshuffle
 ffn_rank = 0                    # rank of lowrank and blockdense
 ffn_blocks = 0                  # number of blocks of blockdense and blockshuffle
 self_guided = 0.0               # share of the run in which a fading dense guide helps the structured layers
 guide_saving = False            # compute a guide only with the probability of its weight: saves half of its FLOPs
-merge = ""                      # a run folder: export its dense equivalent to --out, instead of training
+# Instead of training:
+merge = ""                      # export the dense model that equals this run folder's
+save = ""                       # the Hugging Face folder to write
 
+MUST_MATCH = ["ffn", "ffn_rank", "ffn_blocks", "self_guided", "guide_saving"]
+# Settings of train.py for which this script has no code, and their defaults.
+UNUSED = dict(init_from="", teacher="", fp8=False, sequence_parallel=1)
+
+# -----------------------------------------------------------------------------
+# one layer
 # Letters: N inputs, M outputs, R rank, B blocks.
 
-KINDS = "lowrank", "blockdense", "blockshuffle"
+FORMS = "lowrank", "blockdense", "blockshuffle"
 
 
-def factor_shapes(kind, n_out, n_in, rank, blocks):
+def factor_shapes(form, n_out, n_in, rank, blocks):
     """
     The shapes of V and U for a matrix (n_out, n_in). Source: arXiv 2406.16450 sec. 3.1.
 
-    kind: one of KINDS. lowrank ignores blocks, blockshuffle ignores rank. ValueError: they do not fit the matrix.
+    form: one of FORMS. lowrank ignores blocks, blockshuffle ignores rank. ValueError: they do not fit the matrix.
     """
-    if kind not in KINDS:
-        raise ValueError(f"ffn={kind!r} is not one of dense, {', '.join(KINDS)}")
+    if form not in FORMS:
+        raise ValueError(f"ffn={form!r} is not one of {', '.join(FORMS)}")
     most = min(n_in, n_out)
-    if kind != "blockshuffle" and not 0 < rank <= most:
-        raise ValueError(f"ffn={kind!r} wants ffn_rank between 1 and {most}, got {rank}: try {most // 2} "
+    if form != "blockshuffle" and not 0 < rank <= most:
+        raise ValueError(f"ffn={form!r} wants ffn_rank between 1 and {most}, got {rank}: try {most // 2} "
                          "(about 60 % of the parameters)")
-    if kind == "lowrank":
+    if form == "lowrank":
         return (rank, n_in), (n_out, rank)
     # The number of blocks must divide both sides of V, and in blockshuffle also the outputs of U.
-    width = rank if kind == "blockdense" else n_out
+    width = rank if form == "blockdense" else n_out
     if blocks < 1 or n_in % blocks or width % blocks:
-        raise ValueError(f"ffn={kind!r}: ffn_blocks={blocks} must divide {n_in} and {width}: "
+        raise ValueError(f"ffn={form!r}: ffn_blocks={blocks} must divide {n_in} and {width}: "
                          f"try ffn_blocks={math.gcd(n_in, width, 4)}")
-    if kind == "blockdense":
+    if form == "blockdense":
         return (blocks, rank // blocks, n_in // blocks), (n_out, rank)
     # Of the two block-diagonal matrices, the one at the narrow side has square blocks.
     small = most // blocks
@@ -114,15 +124,19 @@ def product(v, u):
 
 
 class StructuredLinear(nn.Module):
-    """x (..., N) -> (..., M) by factors of the shapes v and u, without bias. Computes in x's dtype."""
+    """
+    x (..., N) -> (..., M) by factors of the shapes v and u, without bias. Computes in x's dtype.
 
-    def __init__(self, v, u):
+    guide: the shape (M, N) of a dense guide, or None. While training is guided, the layer computes
+    alpha * guide + (1 - alpha) * factors. alpha is a tensor (), because a number would be compiled in.
+    """
+
+    def __init__(self, v, u, guide=None):
         super().__init__()
         self.v = nn.Parameter(torch.empty(v))
         self.u = nn.Parameter(torch.empty(u))
-        # While training is guided: the guide (M, N) and its weight, a tensor () because a number would be compiled in.
-        self.register_parameter("guide", None)
-        self.register_buffer("alpha", None, persistent=False)
+        self.register_parameter("guide", nn.Parameter(torch.empty(guide)) if guide else None)
+        self.register_buffer("alpha", torch.ones(()) if guide else None, persistent=False)
         # Stochastic saving. It is decided outside of forward(), so that a recomputed forward pass decides the same.
         self.use_guide = True
 
@@ -140,69 +154,19 @@ class StructuredLinear(nn.Module):
         # In fp32: 1 - alpha is the factors' share of the gradient, and bf16 would round it to nothing at first.
         return self.alpha * F.linear(x, guide) + (1 - self.alpha) * multiply(x, v, u)
 
+    def set_guide(self, alpha, use_guide):
+        """Set the guide's weight, and whether the layer uses it at all in the next micro-batch."""
+        self.alpha.fill_(alpha)
+        self.use_guide = use_guide
+
+    def drop_guide(self):
+        """Keep the factors alone."""
+        self.guide = self.alpha = None
+
     @torch.no_grad()
     def merge(self):
         """The dense matrix (M, N) that equals the two factors, in their dtype."""
         return product(self.v, self.u)
-
-
-# -----------------------------------------------------------------------------
-# in a model
-
-
-def build(model, settings):
-    """
-    Replace the MLP's matrices by structured layers in every block but the first, with initial values of their own.
-
-    settings: the run's; it uses ffn, ffn_rank and ffn_blocks. ValueError: the model's sizes do not allow them.
-    """
-    if model.config.n_layer < 2:
-        raise ValueError("structured layers with n_layer=1 would change nothing: the first layer stays dense, "
-                         "use --n_layer=2 or more")
-    model.structured = settings["ffn"]
-    for block in model.model.layers[1:]:
-        for name, dense in list(block.mlp.named_children()):
-            if isinstance(dense, nn.Linear):
-                shapes = factor_shapes(
-                    model.structured,
-                    *dense.weight.shape,
-                    settings["ffn_rank"],
-                    settings["ffn_blocks"])
-                setattr(block.mlp, name, StructuredLinear(*shapes))
-    model.initial = partial(initial, model.initial, structured_layers(model))
-
-
-def structured_layers(model):
-    """{name: StructuredLinear} of a model, in order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, StructuredLinear)}
-
-
-def initial(draw, layers, name, shape, seed):
-    """
-    The initial values of the parameter `name`, fp64 if a structured layer owns it. All others come from draw.
-
-    lowrank: the best approximation of rank R of the matrix that the dense model of this seed starts with, its singular
-    values split evenly between the factors. Blocks: noise made orthogonal, all singular values 1. Guide: the product.
-    draw(name, shape, seed): the noise. layers: {name: StructuredLinear}. Source: post_init of the released code.
-    """
-    owner, _, leaf = name.rpartition(".")
-    if owner not in layers:
-        return draw(name, shape, seed)
-    v = layers[owner].v.shape
-    u = layers[owner].u.shape
-    if len(v) == 2:
-        R, n_in = v
-        dense = draw(owner + ".weight", (u[0], n_in), seed).double()
-        U, S, Vh = torch.linalg.svd(dense, full_matrices=False)
-        root = S[:R].sqrt()
-        v = root[:, None] * Vh[:R]
-        u = U[:, :R] * root
-    else:
-        v = orthogonal(draw(owner + ".v", v, seed))
-        u = orthogonal(draw(owner + ".u", u, seed))
-    if leaf == "guide":
-        return product(v, u)
-    return v if leaf == "v" else u
 
 
 def orthogonal(w):
@@ -211,39 +175,91 @@ def orthogonal(w):
     return U @ Vh
 
 
-def restore(model, settings, step):
-    """Give a model the structured layers, and guides if any, of a checkpoint at `step`. settings: of its run."""
-    build(model, settings)
-    guides = Guides(settings)
-    if step < guides.last:
-        guides.join(model)
+# -----------------------------------------------------------------------------
+# a model of such layers
+
+
+class StructuredApertus(Apertus):
+    """
+    An Apertus without weights whose MLPs, but the first, have structured layers.
+
+    settings: of a run, a dict with ffn, ffn_rank and ffn_blocks; guided: whether each has a dense guide. ValueError:
+    the sizes do not allow such layers.
+    """
+
+    def __init__(self, config, settings, guided=False):
+        super().__init__(config, seed=None)
+        if config.n_layer < 2:
+            raise ValueError("structured layers with n_layer=1 would change nothing: the first layer stays dense, "
+                             "use --n_layer=2 or more")
+        form, rank, blocks = (settings[name] for name in ("ffn", "ffn_rank", "ffn_blocks"))
+        for block in self.model.layers[1:]:
+            for name, dense in list(block.mlp.named_children()):
+                if isinstance(dense, nn.Linear):
+                    shape = dense.weight.shape
+                    factors = factor_shapes(form, *shape, rank, blocks)
+                    block.mlp.set_submodule(name, StructuredLinear(*factors, shape if guided else None))
+
+    def structured_layers(self):
+        """{name: StructuredLinear}, in order."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, StructuredLinear)}
+
+    def initial(self, name, shape, seed):
+        """
+        The initial values of the parameter `name`, fp64 if a structured layer owns it; of all others as in Apertus.
+
+        lowrank: the best approximation of rank R of the matrix that the dense model of this seed starts with, its
+        singular values split evenly between the factors. Blocks: noise made orthogonal, all singular values 1. Guide:
+        the product, so that the first loss stays the same. (The released BlockShuffle guide is not the product: it
+        omits the shuffles, and is as far from it as an unrelated matrix.) Source: post_init of the released code.
+        """
+        owner, _, leaf = name.rpartition(".")
+        layer = self.get_submodule(owner)
+        if not isinstance(layer, StructuredLinear):
+            return super().initial(name, shape, seed)
+        v = layer.v.shape
+        u = layer.u.shape
+        if len(v) == 2:
+            R, n_in = v
+            dense = super().initial(owner + ".weight", (u[0], n_in), seed).double()
+            U, S, Vh = torch.linalg.svd(dense, full_matrices=False)
+            root = S[:R].sqrt()
+            v = root[:, None] * Vh[:R]
+            u = U[:, :R] * root
+        else:
+            v = orthogonal(super().initial(owner + ".v", v, seed))
+            u = orthogonal(super().initial(owner + ".u", u, seed))
+        return dict(v=v, u=u, guide=product(v, u))[leaf]
+
+    @torch.no_grad()
+    def to_dense(self):
+        """The Apertus that equals this model: each pair of factors becomes its product, guides do not count."""
+        layers = self.structured_layers()
+        dense = Apertus(self.config, seed=None)
+        for name, p in dense.named_parameters():
+            owner = name.removesuffix(".weight")
+            p.copy_(layers[owner].merge() if owner in layers else self.get_parameter(name))
+        return dense
 
 
 def load(folder):
-    """The trained Apertus with structured layers of a run folder, without guides."""
-    settings = settings_of(folder)
-    path = convert.weights_in(folder)
-    model = Apertus(ApertusConfig.of(settings), seed=None)
-    restore(model, settings, read_manifest(path)["step"])
-    convert.fill(model, path)
+    """The trained StructuredApertus of a run folder, on the CPU in fp32, without guides."""
+    checkpoint = restore.newest_intact(f"{folder}/ckpt")
+    if not checkpoint or "ffn" not in checkpoint[1]["config"]:
+        raise ValueError(f"{folder} is not a run of papers.structured_ffn, or has no checkpoint")
+    path, manifest = checkpoint
+    settings = manifest["config"]
+    model = StructuredApertus(ApertusConfig.of(settings), settings, has_guides(checkpoint, settings))
+    restore.load(path, model)
     drop_guides(model)
     return model
 
 
-@torch.no_grad()
-def dense(model):
-    """The Apertus that equals a model with structured layers: each pair of factors becomes its product."""
-    layers = structured_layers(model)
-    equivalent = Apertus(model.config, seed=None)
-    for name, p in equivalent.named_parameters():
-        owner = name.removesuffix(".weight")
-        p.copy_(layers[owner].merge() if owner in layers else model.get_parameter(name))
-    return equivalent
-
-
 def export(folder, out):
     """Write the dense equivalent of a run as a Hugging Face folder."""
-    convert.save_hf(dense(load(folder)), out, load_for(folder))
+    if not out:
+        raise ValueError(f"merge={folder}: name the folder to write with --save")
+    convert.save_hf(load(folder).to_dense(), out, load_for(folder))
     print(f"wrote {out}: transformers.AutoModelForCausalLM.from_pretrained({out!r}) reads it")
 
 
@@ -251,25 +267,33 @@ def export(folder, out):
 # self-guided training
 
 
-def guided_steps(config):
-    """The number of guided steps: the share self_guided of all. config: the run's settings, as in config.json."""
-    share = config.get("self_guided")
-    if not share:
-        return 0
-    if not 0 < share <= 1 or config["ffn"] == "dense":
-        raise ValueError(f"self_guided={share} with ffn={config['ffn']!r}: want a share of the run in [0, 1], and a "
-                         "structured --ffn")
-    return int(share * steps_in(config["total_samples"], config["batch_size"], config["batch_ramp_at"] or None))
+def guided_steps(settings):
+    """The number of guided steps of a run: the share self_guided of all. ValueError: it is no share."""
+    share = settings["self_guided"]
+    if not 0 <= share <= 1:
+        raise ValueError(f"self_guided={share}: want a share of the run, from 0 to 1")
+    return int(share * Plan.from_settings(settings).steps_in(settings["total_samples"]))
+
+
+def has_guides(checkpoint, settings):
+    """
+    Whether a run has guides when it begins, or continues after a checkpoint (path, manifest). That depends on the
+    checkpoint's own settings: its run may have been planned shorter.
+    """
+    if not checkpoint:
+        return guided_steps(settings) > 0
+    _, manifest = checkpoint
+    return manifest["step"] < guided_steps(manifest["config"])
 
 
 def drop_guides(model, optimizer=None):
     """Remove the guides, their optimizer states and FSDP2's shards."""
-    for layer in structured_layers(model).values():
+    for layer in model.structured_layers().values():
         if optimizer:
             optimizer.state.pop(layer.guide, None)
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if p is not layer.guide]
-        layer.guide = layer.alpha = None
+        layer.drop_guide()
     # FSDP2 has no public function to remove a parameter. Its groups are a list in torch 2.13; in 2.11 there is one, or
     # None.
     for module in model.modules():
@@ -282,143 +306,170 @@ def drop_guides(model, optimizer=None):
 
 class Guides:
     """
-    The guided steps of a run with structured layers. config: its settings (dict), as in config.json.
+    Fades out the guides of a StructuredApertus in its first steps. settings: of the run, a dict.
 
-    ValueError: self_guided is not a share of the run, or the layers are dense.
+    guide_saving: each layer uses the mixture with probability alpha and the factors alone otherwise, which saves half
+    of the guide's FLOPs over a cosine.
     """
 
-    def __init__(self, config):
-        self.config = config
-        self.last = guided_steps(config)
-
-    def join(self, model):
-        """
-        Give each structured layer a dense guide that starts as its product, so that the first loss stays the same.
-
-        (The released BlockShuffle guide is not the product: it omits the shuffles, and is as far from it as an
-        unrelated matrix.) Call this before the model is sharded and the optimizer is built.
-        """
+    def __init__(self, model, settings):
         self.model = model
-        if self.last:
-            for layer in structured_layers(model).values():
-                layer.guide = nn.Parameter(layer.merge())
-                layer.alpha = torch.ones((), device=layer.guide.device)
-            # Blocks share compiled code, in more variants than torch allows by default: dense or not, training or not,
-            # and each layer guided or not.
-            torch._dynamo.config.recompile_limit = 16
+        self.steps = guided_steps(settings)
+        self.seed, self.saving = settings["seed"], settings["guide_saving"]
+        self.layers = [layer for layer in model.structured_layers().values() if layer.guide is not None]
 
     def set(self, step, micro):
         """
         Set the guides before a micro-batch: a pure function of the step, so there is nothing to save.
 
-        guide_saving: each layer uses the mixture with probability a and the factors alone otherwise, which saves half
-        of the guide's FLOPs over a cosine. The coins are hashes of (seed, step, micro, layer), so that a recomputed
-        forward pass meets the same ones. micro: number of the micro-batch within the step, over all ranks.
+        micro: number of the micro-batch within the step, over all ranks. The coins are hashes of (seed, step, micro,
+        layer), so that a recomputed forward pass meets the same ones.
         """
-        if step >= self.last:
-            return
-        # CosineTempDecay of the released code.
-        a = (1 + math.cos(math.pi * step / self.last)) / 2
-        for i, layer in enumerate(structured_layers(self.model).values()):
-            key = f"{self.config['seed']}/{step}/{micro}/{i}".encode()
+        for i, layer in enumerate(self.layers):
+            # CosineTempDecay of the released code.
+            alpha = (1 + math.cos(math.pi * step / self.steps)) / 2
+            key = f"{self.seed}/{step}/{micro}/{i}".encode()
             coin = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
-            layer.alpha.fill_(a)
-            layer.use_guide = not self.config["guide_saving"] or coin < a
+            layer.set_guide(alpha, not self.saving or coin < alpha)
 
-    def end(self, done, optimizer, config=None):
-        """
-        Remove the guides after the last guided step; done: steps so far. Returns whether this call removed them.
-
-        Called after each update, and before a checkpoint is loaded, then with the checkpoint's config: its run may have
-        been planned shorter.
-        """
-        if not self.last or done < guided_steps(config or self.config):
-            return False
-        drop_guides(self.model, optimizer)
-        self.last = 0
-        return True
+    def remove_if_over(self, done, optimizer):
+        """Remove the guides after the last guided step. done: steps so far."""
+        if self.layers and done >= self.steps:
+            drop_guides(self.model, optimizer)
+            self.layers = []
 
 
 # -----------------------------------------------------------------------------
 # the run: as train.py, with guides
 
 
-def train_guided(run, plan, model, optimizer, windows, val, rows, guides):
+def build_model(shape, settings, ranks, device, compiled=False, checkpoint=None):
+    """
+    The model of a run on this rank's device: modules, then shards and compiled blocks, then initial weights, unless a
+    checkpoint (path, manifest) will fill them. On the device "meta": the modules alone, without memory.
+    """
+    with torch.device("meta" if ranks.sharded else device):        # distribute() gives shards their memory
+        model = StructuredApertus(shape, settings, has_guides(checkpoint, settings))
+    if device == "meta":
+        return model
+    model.dtype = pick_dtype(settings["dtype"], device)
+    # Blocks share compiled code, in more variants than torch allows by default: dense or not, training or not, and each
+    # layer guided or not.
+    torch._dynamo.config.recompile_limit = 16
+    distribute(model, ranks, device, settings["recompute"], compiled)
+    if not checkpoint and ranks.sharded:
+        draw(model, settings["seed"])
+    elif not checkpoint:
+        model.init_weights(settings["seed"])
+    return model
+
+
+def train_guided(run, plan, clock, model, guides, optimizer, train_data, val_data, micro_batch_size):
     """The loop of train.py; it sets the guides before each micro-batch, and removes them after the last guided step."""
     ranks = run.ranks
-    batches = ahead(lambda step: windows.batch(*plan.samples_of(step, ranks.group, ranks.groups)), run.done)
+    batches = prefetch(lambda step: train_data.batch(*plan.samples_of(step, ranks.group, ranks.groups)), run.done)
     for step in run.steps():
-        batch, loss = next(batches), 0
-        n_kept, n_all = ranks.all_reduce(batch.keep.sum(), batch.keep.numel())
-        parts = batch.split(rows, run.device)
+        batch = next(batches)                              # this rank's samples
+        n_kept, n_tokens = ranks.all_reduce(batch.keep.sum(), batch.keep.numel())
+        parts = batch.split(micro_batch_size, run.device)
+        losses = 0.0
         for i, part in enumerate(run.micro_batches(model, parts)):
             guides.set(step, ranks.group * len(parts) + i)
-            part_loss = model.loss(*part, n_tokens=max(n_kept, 1))
-            part_loss.backward()
-            loss = loss + part_loss.detach()
-        if run.interrupted:
-            break
+            denominator = n_kept if train.loss_average == "step" else int(part.keep.sum()) * len(parts) * ranks.groups
+            loss = model.loss(*part, n_tokens=max(denominator, 1))
+            loss.backward()
+            losses += loss.detach().double() if train.exact else loss.detach()
+        losses, norm = reduce_step(model, ranks, losses)   # over all ranks
+        check_finite(step, losses, norm)
+        lr = plan.lr_at(step)
+        optimizer_step(optimizer, lr, norm, train.grad_clip)
+        guides.remove_if_over(step + 1, optimizer)
 
-        loss, norm = run.reduce(model, loss)
-        rate = plan.lr(step)
-        if run.is_finite(step, loss, norm):
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step(grad_scale=min(1.0, train.grad_clip / (norm + 1e-6)) if train.grad_clip else 1.0)
-        guides.end(step + 1, optimizer)
-        optimizer.zero_grad()
-
-        run.log_step(step, plan.tokens(step), n_all, dict(loss=loss), norm, lr=rate, kept=n_kept / n_all)
-        if run.validation_due(step + 1, train.eval_every):
-            run.log_validation(step, plan.tokens(step), train.validate(run, model, val, train.eval_windows, rows, None))
-        run.save_if_due(step + 1, model, optimizer, **plan.saved())
+        run.log.step(step, loss=losses[0], seconds=run.step_seconds(), tokens_in_step=n_tokens,
+                     tokens=plan.tokens_after(step), grad_norm=norm, lr=lr, kept=n_kept / n_tokens)
+        if train.eval_every and (step + 1) % train.eval_every == 0 and step + 1 < run.end:
+            entry = train.validate(run, model, val_data, train.eval_windows, micro_batch_size)
+            run.log.validation(step, tokens=plan.tokens_after(step), **entry)
+        if clock.decay_is_due(step):
+            clock.begin_decay(step + 1, model, optimizer)
+        if train.sample_every and (step + 1 == run.end or (step + 1) % train.sample_every == 0):
+            run.log.say(sample_of(model, run.device, train.data, train.seed))
+        run.save_if_due(step + 1, model, optimizer, **plan_state(plan))
 
 
-def main():
-    t = train
+def check_unused(settings):
+    """ValueError for a setting of train.py that this script would ignore."""
+    for name, default in UNUSED.items():
+        if settings[name] != default:
+            raise ValueError(f"{name}={settings[name]!r}: structured layers are trained from initial weights and "
+                             f"without this: leave {name} out")
+
+
+def find_checkpoint(settings, plan, ranks):
+    """As restore.find_checkpoint(). ValueError if a setting of this script differs too."""
+    checkpoint, decay_at, decayed = restore.find_checkpoint(train.out, settings, plan, started_stages, ranks.files)
+    if checkpoint:
+        path, manifest = checkpoint
+        restore.refuse_another(path, manifest["config"], {name: settings[name] for name in MUST_MATCH})
+    return checkpoint, decay_at, decayed
+
+
+def main(requested):
+    """requested: the names of the settings that the user has set, the latest last."""
     if merge:
-        export(merge, t.out)
-        return
-    check_settings(settings(vars(t)), by_clock=False)
-    ranks = Ranks(t.parallel, t.exact, t.hsdp_shard)
-    where = ranks.place(pick_device(t.device))
-    compiled = t.compile and can_compile(where)
-    config = ApertusConfig(**vars(t.shape))
-    windows, val = t.open_data(config)
-    about = settings(globals(), vars(t), config) | dict(
-        data_hash=windows.fingerprint, tokenizer=windows.meta["tokenizer"], minutes=0.0)
-    guides = Guides(about)
-    plan = Plan(t.schedule, t.lr, t.min_lr, t.warmup_samples, t.total_samples, t.decay_samples, t.batch_size,
-                t.batch_ramp_at, config.block_size, windows.stop, t.total_samples - t.decay_samples)
-    rows = ranks.micro_batch(t.batch_size, t.micro_batch)
+        return export(merge, save)
+    by_clock = train.minutes > 0 and train.is_set_later(requested, "minutes", "total_samples")
+    check_settings(configurator.settings(vars(train)), by_clock)
+    check_unused(configurator.settings(vars(train)))
+    ranks = Ranks(train.parallel, train.exact, train.hsdp_shard)
+    place = ranks.place(pick_device(train.device))
+    compiled = train.compile and can_compile(place)
+    model_shape = ApertusConfig(**vars(train.shape))
+    train_data, val_data = train.open_data(model_shape)
+    model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
+    settings = configurator.settings(globals(), vars(train), model_shape) | dict(
+        data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"],
+        minutes=train.minutes if by_clock else 0.0)
+    plan = Plan.from_settings(settings, stage_end=train_data.stage_end)
+    if by_clock:
+        plan.decay_at = None
+    outline = build_model(model_shape, settings, ranks, "meta")
+    micro_batch_size, shards = memory.fit_to_memory(
+        outline, settings, ranks, place, pick_dtype(train.dtype, place), val_data.T,
+        ranks.micro_batch(train.batch_size, train.micro_batch))
+    ranks.shard_over(shards)
 
-    with Run(about, ranks, where) as run:
-        found = find_checkpoint(run, plan, started_stages) if t.resume else None
-        with torch.device("meta" if ranks.sharded else where):
-            model = Apertus(config, seed=None)
-            build(model, about)
-            guides.join(model)
-        model.dtype = pick_dtype(t.dtype, where)
-        distribute(model, ranks, where, t.recompute, compiled)
-        if not found:
-            draw(model, t.seed) if ranks.sharded else model.init_weights(t.seed)
-        warm = min(plan.steps(t.total_samples), 100_000)
-        opt = build_optimizer(model, t.optimizer, t.lr, t.betas, t.alpha, t.eps, t.weight_decay, t.alpha_warmup or warm,
-                              t.beta3_warmup or warm, compiled, t.state_dtype)
-        if found:
-            guides.end(found[1]["step"], opt, found[1]["config"])
-            load_checkpoint(found[0], model, opt)
+    with Run(settings, ranks, place) as run:
+        checkpoint, decayed = None, []
+        if train.resume:
+            checkpoint, plan.decay_at, decayed = find_checkpoint(settings, plan, ranks)
+        model = build_model(model_shape, settings, ranks, place, compiled, checkpoint)
+        warmup = train.alpha_warmup or min(plan.steps_in(train.total_samples), 100_000)
+        opt = build_optimizer(model, train.optimizer, train.lr, train.betas, train.alpha, train.weight_decay, warmup,
+                              compiled, train.state_dtype)
+        guides = Guides(model, settings)
+        if checkpoint:
+            path, manifest = checkpoint
+            restore.load(path, model, opt)
+            guides.remove_if_over(manifest["step"], opt)   # the run may be planned shorter now
         if ranks.is_main:
-            t.introduce(run, plan, model, windows)
-            # transformers' Apertus has no such layers.
-            convert.describe(t.out, about, config, load_for(t.data), is_apertus=False)
-        run.open(plan.end, found, model.flops_per_token(val.T) / ranks.size)
-        train_guided(run, plan, model, opt, windows, val, rows, guides)
-        if run.close(model, opt, **plan.saved()):
-            t.finish(run, plan, model, val, rows, None)
-        run.leave(convert.complete)
+            train.introduce(run, plan, model, train_data)
+            # Not an Apertus for transformers: config.json is written anew.
+            convert.describe(run.out, settings, model_shape, load_for(train.data), is_apertus=False)
+            restore.set_aside(run.out, decayed)
+        run.begin(plan.end, checkpoint, model.flops_per_token(val_data.T))
+        if train.wandb_log:
+            run.log.send_to_wandb(settings)
+        with suppress(StepInterrupted):                    # the steps before it are saved below
+            train_guided(run, plan, DecayClock(run, plan, train.minutes * by_clock), model, guides, opt, train_data,
+                         val_data, micro_batch_size)
+        finished = run.close(model, opt, **plan_state(plan))
+        summary = train.finish(run, plan, model, val_data, micro_batch_size) if finished else None
+        ranks.leave()
+        if ranks.is_main:
+            train.conclude(run, summary)
 
 
 if __name__ == "__main__":
     with orderly_exit():
-        run_script(main, globals(), vars(train), train.shape)
+        configurator.run(main, globals(), vars(train), train.shape)

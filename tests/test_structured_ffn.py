@@ -5,15 +5,18 @@ import shutil
 import pytest
 import torch
 import transformers
+from conftest import refused, script
 from lab import pretraining, run
-from tiny import small
+from safetensors.torch import load_file
+from tiny import SMALL, small
 from torch.testing import assert_close
+from trained import killed_after
 
 import convert
-from configurator import literal
 from engine.files import read_json
-from model import Apertus, ApertusConfig
+from model import ApertusConfig
 from papers import structured_ffn
+from papers.structured_ffn import StructuredApertus
 
 FORMS = ("lowrank", 12, 0), ("blockdense", 16, 4), ("blockshuffle", 0, 2)
 RUN = dict(self_guided=0.5, total_samples=80, batch_size=1, batch_ramp_at=0, seed=28, guide_saving=True)
@@ -26,17 +29,14 @@ def settings(form):
 
 
 def build(form):
-    """(model, guides) of a run with 40 guided steps. Like a run it draws values after building layers."""
-    model = small(None, n_layer=3)
-    guides = structured_ffn.Guides(settings(form))
-    structured_ffn.build(model, guides.config)
-    guides.join(model)
+    """(model, guides) of a run with 40 guided steps."""
+    model = StructuredApertus(ApertusConfig(**SMALL | dict(n_layer=3)), settings(form), guided=True)
     model.init_weights(1)
-    return model, guides
+    return model, structured_ffn.Guides(model, settings(form))
 
 
 def layers(model):
-    return list(structured_ffn.structured_layers(model).values())
+    return list(model.structured_layers().values())
 
 
 def explicit(m):
@@ -50,21 +50,22 @@ def explicit(m):
 
 
 # Form, rank, blocks, and millions of parameters in all MLPs: arXiv 2406.16450, Table 1.
-PUBLISHED = """\
-lowrank      1024 0 516
-blockdense   1536 4 486
-blockshuffle    0 2 516
-lowrank       512 0 275
-blockdense    768 4 260
-blockshuffle    0 4 275"""
+PUBLISHED = [
+    ("lowrank", 1024, 0, 516),
+    ("blockdense", 1536, 4, 486),
+    ("blockshuffle", 0, 2, 516),
+    ("lowrank", 512, 0, 275),
+    ("blockdense", 768, 4, 260),
+    ("blockshuffle", 0, 4, 275),
+]
 
 
-@pytest.mark.parametrize("row", PUBLISHED.splitlines())
+@pytest.mark.parametrize("row", PUBLISHED)
 def test_a_model_of_the_published_size_has_the_published_parameters(row):
-    *form, millions = map(literal, row.split())
+    *form, millions = row
+    shape = ApertusConfig(n_layer=24, n_embd=2048, ffn_dim=8192, n_head=16, n_kv_head=16)
     with torch.device("meta"):
-        model = Apertus(ApertusConfig(n_layer=24, n_embd=2048, ffn_dim=8192, n_head=16, n_kv_head=16), seed=None)
-        structured_ffn.build(model, settings(form))
+        model = StructuredApertus(shape, settings(form))
     ffn = sum(p.numel() for block in model.model.layers for p in block.mlp.parameters())
     assert round(ffn / 1e6) == millions
 
@@ -93,10 +94,10 @@ def test_training_mixes_as_published_and_evaluation_takes_the_factors(form):
         W = explicit(m)
         assert_close((m.guide, m.merge()), (W, W), rtol=0, atol=1e-6)
         torch.nn.init.normal_(m.guide)
-        m.alpha.fill_(0.25)
+        m.set_guide(0.25, True)
         x = torch.randn(2, 5, W.shape[1]).double()
         assert_close((m(x), m.eval()(x)), (0.25 * x @ m.guide.T + 0.75 * x @ W.T, x @ W.T))
-        m.use_guide = False
+        m.set_guide(0.25, False)
         y = m.train()(x)
         assert_close(y, x @ W.T)
         y.sum().backward()
@@ -120,22 +121,51 @@ def test_guides_fade_like_torchs_hann_window_and_coins_land_as_their_weight_says
 
 
 def test_guides_end_at_half_of_the_runs_steps_or_of_those_of_a_checkpoint_whose_run_was_shorter():
-    guides = build(FORMS[1])[1]
-    shorter = guides.config | dict(batch_ramp_at=40)  # 40 steps of one sample and 20 of two
-    assert not guides.end(39, None) and guides.end(30, None, shorter)
+    """The shorter run has 40 steps of one sample and 20 of two, so 30 guided steps."""
+    model, guides = build(FORMS[1])
+    shorter = settings(FORMS[1]) | dict(batch_ramp_at=40)
+    before, after = (("", dict(step=step, config=shorter)) for step in (29, 30))
+    assert structured_ffn.has_guides(before, guides) and not structured_ffn.has_guides(after, guides)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    guides.remove_if_over(39, optimizer)
+    assert all(m.guide is not None for m in layers(model))
+    guides.remove_if_over(40, optimizer)
+    assert all(m.guide is None for m in layers(model))
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
+    guides.set(40, 0)  # there is nothing left to set
 
 
 def test_a_run_in_its_guided_phase_is_exported_as_a_dense_model(lab, tmp_path):
     """The run itself is no Apertus: it is neither loaded as one nor completed with weights for transformers."""
     out, hf = tmp_path / "run", tmp_path / "hf"
     how = "--checkpoint_every=5 --keep_checkpoints=0 --ffn=blockdense --ffn_rank=8 --ffn_blocks=2 --self_guided=1.0"
-    _, *flags = pretraining(lab, out, *how.split(), "--guide_saving")
+    _, *flags = pretraining(lab, out, *how.split(), "--guide_saving", "--sample_every=10")
     run("papers.structured_ffn", *flags)
     shutil.rmtree(out / "ckpt" / "step-00000010")
     assert read_json(out / "config.json")["model_type"] == "nanoapertus" and not list(out.glob("*.safetensors"))
     with pytest.raises(ValueError, match="is of another model"):
         convert.load_any(str(out))
-    run("papers.structured_ffn", f"--merge={out}", f"--out={hf}")
+    run("papers.structured_ffn", f"--merge={out}", f"--save={hf}")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf)
     with torch.no_grad():
         assert_close(theirs(IDS).logits, structured_ffn.load(str(out))(IDS), rtol=0, atol=2e-5)
+    refused(script("papers.structured_ffn", *flags, "--resume", "--ffn_rank=4"), "of another run: ffn_rank 8 -> 4")
+    refused(script("train.py", *pretraining(lab, out, "--resume")), "is of another model")
+
+
+def names_of(run, step):
+    """The names of the tensors in a checkpoint."""
+    return [name for file in (run / "ckpt" / f"step-{step:08d}").glob("*.safetensors") for name in load_file(file)]
+
+
+@pytest.mark.parametrize("step, samples, guided", [(4, 48, False), (4, 160, True), (6, 160, False)])
+def test_a_run_that_is_resumed_with_another_length_is_guided_for_half_of_that(lab, tmp_path, step, samples, guided):
+    """It was planned for 10 steps, half of them guided. Guides that are gone after step 6 do not come back."""
+    how = "--ffn=lowrank --ffn_rank=8 --self_guided=0.5 --checkpoint_every=2 --keep_checkpoints=0 --warmup_samples=0"
+    _, *flags = pretraining(lab, tmp_path / "run", *how.split())
+    run("papers.structured_ffn", *flags)
+    again = killed_after(tmp_path / "run", tmp_path / "again", step)
+    assert any("guide" in name for name in names_of(again, step)) == (step == 4)
+    changes = f"--out={again}", f"--total_samples={samples}", "--decay_samples=0", "--resume"
+    run("papers.structured_ffn", *flags, *changes)
+    assert any("guide" in name for name in names_of(again, step + 2)) == guided
