@@ -92,7 +92,7 @@ def served(monkeypatch):
         monkeypatch.setattr(urllib.request, "urlopen", urlopen)
         return judge.Charter(URL, CHARTER), requests
 
-    monkeypatch.setattr(judge, "WAIT", 0)
+    monkeypatch.setattr(judge, "RETRY_SECONDS", 0)
     return serve
 
 
