@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from engine.files import read_json, sha256_of, version
+from engine.mixture import mix_weights
 from goldfish import goldfish_mask
 
 # Letters: T block_size, the labels of a window; g number of a sample in the run.
@@ -57,8 +58,8 @@ def permute(i, n, seed, epoch):
     half = max(1, (bits + 1) // 2)
     keys = [round_key(f"{seed}:{epoch}:{r}") for r in range(6)]
     x = feistel(i.astype(np.uint64), half, keys)
-    while (beyond := x >= n).any():
-        x[beyond] = feistel(x[beyond], half, keys)
+    while (too_large := x >= n).any():
+        x[too_large] = feistel(x[too_large], half, keys)
     return x.astype(np.int64)
 
 
@@ -78,8 +79,8 @@ def by_epoch(epoch, i, n, seed):
     """permute() of each i in its own epoch. epoch, i: arrays of int64."""
     out = np.empty_like(i)
     for e in np.unique(epoch):
-        mine = epoch == e
-        out[mine] = permute(i[mine], n, seed, int(e))
+        inside = epoch == e
+        out[inside] = permute(i[inside], n, seed, int(e))
     return out
 
 
@@ -121,14 +122,14 @@ class Stream:
             self.begins.append(self.begins[-1] + n)
             try:
                 tokens = mapped(*self.files[-1])
-                found = f"{tokens.dtype}{list(tokens.shape)}"
+                content = f"{tokens.dtype}{list(tokens.shape)}"
             except OSError:                                # it may be whole, and not readable now
                 raise
             # Of any kind: numpy parses the header of a file that may come from anybody.
             except Exception as e:
-                found = e
-            if found not in (f"uint16[{n}]", f"uint32[{n}]"):
-                raise ValueError(f"{path}: {found} where meta.json has {n} tokens: prepare the data again")
+                content = e
+            if content not in (f"uint16[{n}]", f"uint32[{n}]"):
+                raise ValueError(f"{path}: {content} where meta.json has {n} tokens: prepare the data again")
         self.n_tokens = self.begins[-1]
         self.n_windows = (self.n_tokens - 1) // T
 
@@ -151,6 +152,13 @@ def read_meta(folder):
     if not os.path.isfile(path) or "sources" not in (meta := read_json(path)):
         raise ValueError(f"no prepared data in {folder!r}: run `python prepare.py [FILES] --out={folder}`")
     return meta
+
+
+def part_of(meta, folder, name, split):
+    """The entry of a source's split in meta.json: documents, tokens, bytes, shards. ValueError: no such source."""
+    if name not in meta["sources"]:
+        raise ValueError(f"{folder} has no source {name!r}; it has {', '.join(meta['sources'])}")
+    return meta["sources"][name][split]
 
 
 # -----------------------------------------------------------------------------
@@ -209,27 +217,22 @@ class TokenDataset:
             # A mask of no labels, so that a wrong setting is an error before the run begins.
             goldfish_mask(torch.empty(0, dtype=torch.int64), *self.goldfish)
         self.n_context = goldfish_h - 1 if goldfish_k and goldfish_scope == "stream" else 0
+        # The last few blocks, since the samples of a step are neighbours.
+        self.cached_block = functools.lru_cache(maxsize=8)(self.block)
         self.meta = read_meta(folder)
-        found = self.meta["sources"]
-        names = list(sources or found)
-        for name in names:
-            if name not in found:
-                raise ValueError(f"{folder} has no source {name!r}; it has {', '.join(found)}")
-        self.parts = [found[name][split] for name in names]
-        entries = [part["shards"] for part in self.parts]
-        self.slots = None
+        names = list(sources or self.meta["sources"])
+        self.parts = [part_of(self.meta, folder, name, split) for name in names]
+        shards = [part["shards"] for part in self.parts]
         if isinstance(sources, dict):
-            from engine.mixture import mix_weights
-
             # Stream s has the slots slots[s] to slots[s + 1] - 1.
             self.slots = np.cumsum([0, *mix_weights(sources).values()])
         else:
-            entries = [sum(entries, [])]
-        self.streams = [Stream(folder, of_stream, block_size) for of_stream in entries]
+            self.slots = None
+            shards = [sum(shards, [])]
+        self.streams = [Stream(folder, entries, block_size) for entries in shards]
         self.n_tokens = sum(stream.n_tokens for stream in self.streams)
-        windows = [stream.n_windows for stream in self.streams]
-        self.n_windows = sum(windows)
-        if min(windows) < 1:
+        self.n_windows = sum(stream.n_windows for stream in self.streams)
+        if min(stream.n_windows for stream in self.streams) < 1:
             raise ValueError(
                 f"{folder}: the {split} split of {' or '.join(names)} has fewer tokens than one window of "
                 f"block_size={block_size} + 1: prepare more text or lower block_size"
@@ -250,12 +253,11 @@ class TokenDataset:
             number = cycle * slots_of + slot - self.slots[stream]
         window = np.empty_like(number)
         for s in np.unique(stream):
-            mine = stream == s
+            inside = stream == s
             n = self.streams[s].n_windows
-            window[mine] = by_epoch(*np.divmod(number[mine], n), n, self.seed)
+            window[inside] = by_epoch(*np.divmod(number[inside], n), n, self.seed)
         return stream, window
 
-    @functools.lru_cache(maxsize=8)
     def block(self, number):
         """where() for 1,024 samples at once: a few of them would take almost the same time."""
         stream, window = self.where(np.arange(number * 1024, (number + 1) * 1024))
@@ -275,7 +277,7 @@ class TokenDataset:
         length = max(self.n_context, 1) + self.T
         rows = np.empty((n, length), np.int64)
         for row, g in zip(rows, range(first, first + n)):
-            stream, window = self.block(g // 1024)[g % 1024]
+            stream, window = self.cached_block(g // 1024)[g % 1024]
             self.streams[stream].read((window + 1) * self.T + 1 - length, row)
         ids = torch.from_numpy(rows)
         if rows.max() >= self.meta["vocab_size"]:
@@ -312,9 +314,9 @@ def prefetch(fetch, step):
     """
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
         coming = thread.submit(fetch, step)
-        for step in itertools.count(step + 1):
+        for following in itertools.count(step + 1):
             batch = coming.result()
-            coming = thread.submit(fetch, step)
+            coming = thread.submit(fetch, following)
             yield batch
 
 

@@ -22,8 +22,8 @@ from engine.hardware import can_compile, pick_device, pick_dtype
 # isort: split
 import torch
 
+import configurator
 from ademamix import build_optimizer, optimizer_step
-from configurator import run as run_script, settings as settings_in
 from data import TokenDataset, prefetch, started_stages
 from engine.checks import check_settings, check_vocabulary
 from engine.clock import DecayClock, plan_state
@@ -223,7 +223,7 @@ def validate(run, model, val_data, windows, micro_batch_size):
 def main(requested):
     """requested: the names of the settings that the user has set, the latest last."""
     by_clock = minutes > 0 and is_set_later(requested, "minutes", "total_samples")
-    check_settings(settings_in(globals()), by_clock)
+    check_settings(configurator.settings(globals()), by_clock)
     ranks = Ranks(parallel, exact, hsdp_shard, sequence_parallel)
     place = ranks.place(pick_device(device))
     compiled = compile and can_compile(place)
@@ -232,7 +232,8 @@ def main(requested):
         from posttrain.start import start_with
         model_shape, weights = start_with(init_from, model_shape, requested, data)
     train_data, val_data = open_data(model_shape)
-    settings = settings_in(globals(), model_shape) | dict(
+    model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
+    settings = configurator.settings(globals(), model_shape) | dict(
         data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"], minutes=minutes if by_clock else 0.0)
     teacher_model = load_teacher(model_shape, ranks, place, compiled)
     settings["teacher_hash"] = teacher_model.hash if teacher_model else ""
@@ -246,7 +247,7 @@ def main(requested):
     ranks.shard_over(shards)
 
     with Run(settings, ranks, place) as run:
-        checkpoint, decayed, summary = None, [], None
+        checkpoint, decayed = None, []
         if resume:
             checkpoint, plan.decay_at, decayed = restore.find_checkpoint(
                 out, settings, plan, started_stages, ranks.files)
@@ -263,18 +264,16 @@ def main(requested):
         if ranks.is_main:
             introduce(run, plan, model, train_data)
             restore.set_aside(out, decayed)                # not before: the checkpoint may be of another model
-        run.begin(plan.end, checkpoint)
+        run.begin(plan.end, checkpoint, model.flops_per_token(val_data.T))
         if wandb_log:
             run.log.send_to_wandb(settings)
-        if place.startswith("cuda"):
-            run.log.measure_gpu(model.flops_per_token(val_data.T) / ranks.size)
         if init_from and eval_every and not checkpoint:    # how good is the start?
             run.log.write(0, tokens=0, **validate(run, model, val_data, eval_windows, micro_batch_size))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, plan, DecayClock(run, plan, minutes * by_clock), model, opt, train_data, val_data,
                   micro_batch_size, teacher_model)
-        if run.close(model, opt, **plan_state(plan)):
-            summary = finish(run, plan, model, val_data, micro_batch_size)
+        finished = run.close(model, opt, **plan_state(plan))
+        summary = finish(run, plan, model, val_data, micro_batch_size) if finished else None
         ranks.leave()
         if ranks.is_main:
             conclude(run, summary)
@@ -294,7 +293,6 @@ def open_data(model_shape):
     else:
         train_data = TokenDataset(data, "train", model_shape.block_size, seed, *goldfish)
     check_vocabulary(model_shape, train_data.meta, data, init_from)
-    model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
     return train_data, TokenDataset(data, "val", model_shape.block_size, seed)
 
 
@@ -341,4 +339,4 @@ def conclude(run, summary):
 
 if __name__ == "__main__":
     with orderly_exit():
-        run_script(main, globals(), shape)
+        configurator.run(main, globals(), shape)

@@ -9,7 +9,11 @@ All answers come from documents.parquet (corpus/ledger.py) and the shards. --whe
 of training is a function of seed and step (data.py), for any number of ranks and of resumes.
 """
 
-import corpus  # first: a script started by its path stops here, with the right command (corpus/corpus.py)
+import sys
+
+if not __package__:
+    print("audit.py: start it from the project's root, python -m corpus.audit", file=sys.stderr)
+    sys.exit(2)
 
 import os
 
@@ -82,19 +86,20 @@ def find_rows(folder, meta):
         raise ValueError(f"find={find!r} is empty: want an id, a URL, a text, or a text file")
     # A file is found by its text alone: no id and no URL is "\0".
     name = "\0" if is_file else find
-    wanted, found = dict(id=name, url=name, text=fingerprint(text)), []
+    wanted, matches = dict(id=name, url=name, text=fingerprint(text)), []
     for row in rows_of(folder):
         same = [key for key in wanted if row[key] == wanted[key]]
         if same:
-            found.append((f"this {same[0].replace('url', 'URL')}", row))
+            matches.append((f"this {same[0].replace('url', 'URL')}", row))
     ids, ends = words([text[:LONG]])
-    if "://" in text[:10] or len(ids) < 5 or any(how != "this text" for how, _ in found):
-        return found
-    known = {row["id"] for _, row in found}
-    return found + [one for one in nearly(folder, meta, signatures(ids, ends)) if one[1]["id"] not in known]
+    if "://" in text[:10] or len(ids) < 5 or any(match != "this text" for match, _ in matches):
+        return matches
+    equal = {row["id"] for _, row in matches}
+    similar = near_duplicates(folder, meta, signatures(ids, ends))
+    return matches + [(match, row) for match, row in similar if row["id"] not in equal]
 
 
-def nearly(folder, meta, signature):
+def near_duplicates(folder, meta, signature):
     """Yield (how it matches, row) of kept documents with a similar signature. Reads all tokens, at a few MB/s."""
     import tokenizer
     from data import Stream
@@ -108,26 +113,26 @@ def nearly(folder, meta, signature):
             if row["reason"]:
                 continue
             ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
-            like = (signatures(*words([tok.decode(ids[1:-1].tolist())[:LONG]])) == signature).mean()
+            agreement = (signatures(*words([tok.decode(ids[1:-1].tolist())[:LONG]])) == signature).mean()
             progress.update(row["tokens"])
-            if like >= similarity:
-                yield f"nearly this text, similarity {like:.2f}", row
+            if agreement >= similarity:
+                yield f"nearly this text, similarity {agreement:.2f}", row
 
 
-def ask(folder):
+def print_matches(folder):
     """Print whether `find` is in a data folder, and with `when` at which steps a run read it."""
     meta, _ = described(folder)
-    found = find_rows(folder, meta)
-    steps = steps_of([row for _, row in found if not row["reason"]], folder)
-    for how, row in found:
-        about = "".join(f", {row[name]}" for name in ("url", "license", "language") if row[name])
+    matches = find_rows(folder, meta)
+    steps = steps_of([row for _, row in matches if not row["reason"]], folder)
+    for match, row in matches:
+        origin = "".join(f", {row[name]}" for name in ("url", "license", "language") if row[name])
         if row["reason"]:
-            print(f"{row['id']} came in and was removed: {row['reason']}{about} {row['withdrawn'] or ''}")
+            print(f"{row['id']} came in and was removed: {row['reason']}{origin} {row['withdrawn'] or ''}")
             continue
         read = f"\n    {next(steps)}" if when else ""
-        print(f"{row['id']} is in {folder}, by {how}: {counted(row['tokens'], 'token')} of source {row['source']}, "
-              f"{row['split']}, from token {row['offset']:,} of {row['shard']}{about}{read}")
-    if not found:
+        print(f"{row['id']} is in {folder}, by {match}: {counted(row['tokens'], 'token')} of source {row['source']}, "
+              f"{row['split']}, from token {row['offset']:,} of {row['shard']}{origin}{read}")
+    if not matches:
         print(f"{find[:60]!r} is no id, URL or text of a document in {folder}")
 
 
@@ -147,21 +152,21 @@ def steps_of(rows, folder):
     done = 1 + max((entry["step"] for entry in entries(when) if "lr" in entry), default=-1)
     until = samples_at(done, *batch)
     data = data_of_run(config, until)
-    theirs = {os.path.realpath(f"{config['data']}/{shard['file']}") for shard in shards_of(data.meta)}
+    shards = {os.path.realpath(f"{config['data']}/{shard['file']}") for shard in shards_of(data.meta)}
     begins = f"; it started from {config['init_from']}, which is another run" if config.get("init_from") else ""
     for row in rows:
         path = os.path.realpath(f"{folder}/{row['shard']}")
         if row["split"] != "train":
             yield f"for validation: {when} was not trained on it"
             continue
-        if path not in theirs:
+        if path not in shards:
             raise ValueError(f"{when} has read {config['data']}, not {folder}: ask that folder")
         samples = samples_of(data, path, row["offset"], row["tokens"], until)
         steps = sorted({steps_in(sample, *batch) for sample in samples.tolist()})
-        said = ", ".join(f"{step} (tokens {samples_at(step, *batch) * T:,} to {samples_at(step + 1, *batch) * T:,})"
-                         for step in steps[:10])
-        more = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
-        yield (f"read at {len(steps):,} of the {done:,} steps of {when}: {said}{more}{begins}" if steps else
+        listed = ", ".join(f"{step} (tokens {samples_at(step, *batch) * T:,} to {samples_at(step + 1, *batch) * T:,})"
+                           for step in steps[:10])
+        others = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
+        yield (f"read at {len(steps):,} of the {done:,} steps of {when}: {listed}{others}{begins}" if steps else
                f"none of the {done:,} steps of {when} has read it")
 
 
@@ -171,11 +176,12 @@ def main():
     for folder in paths or ["data/stdlib"]:
         with in_one_line(folder, OSError, ValueError):
             if find:
-                ask(folder)
+                print_matches(folder)
                 continue
-            t = verify(folder)[1]["total"]
-        print(f"{folder}: {counted(t['documents_in'], 'document')} in = {t['documents']:,} kept + "
-              f"{t['documents_in'] - t['documents']:,} removed; {counted(t['tokens'], 'token')}; all hashes as written")
+            sizes = verify(folder)[1]["total"]
+        print(f"{folder}: {counted(sizes['documents_in'], 'document')} in = {sizes['documents']:,} kept + "
+              f"{sizes['documents_in'] - sizes['documents']:,} removed; {counted(sizes['tokens'], 'token')}; "
+              "all hashes as written")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,13 @@ near-duplicates: 1 TB of web pages (300 million documents) needs 54 or 70 GB on 
 After a kill the same command resumes with the unfinished tasks; datatrove's logs are in OUT.tmp/work/logs.
 """
 
-import corpus  # first: a script started by its path stops here, with the right command (corpus/corpus.py)
+import sys
+
+if not __package__:
+    print("cluster.py: start it from the project's root, python -m corpus.cluster", file=sys.stderr)
+    sys.exit(2)
 
 import os
-import sys
 import time
 from functools import partial
 
@@ -36,15 +39,15 @@ hours = 20                  # Slurm: time limit of a task
 gb = 8                      # Slurm and Ray: memory of a task
 
 
-def main():
+def main(requested):
+    """requested: the names of the settings that the user has set."""
     if executor not in ("local", "slurm", "ray") or executor == "slurm" and not partition:
         raise ValueError(f"executor={executor!r}: want local, ray, or slurm with --partition=NAME")
     if min(tasks, parts) < 1 or prepare.remove or prepare.dry_run:
         raise ValueError("want --tasks and --parts of 1 or more, and neither --remove nor --dry_run")
-    prepare.check_settings()
-    out, began, last = prepare.choose_out(), time.time(), None
-    with building(out, prepare.inputs(), False) as (final, tmp):
-        prepare.begin(tmp / "work", began)
+    config, began, last = prepare.configuration(requested), time.time(), None
+    with building(config.out, prepare.inputs(config), joined=False) as (final, tmp):
+        prepare.start_work(config, tmp / "work", began)
         for name in stages.STAGES:
             last = executor_of(name, final, tmp, last)
         try:
@@ -57,22 +60,23 @@ def main():
             publish(final, tmp)
             clear(tmp)
     if executor == "slurm":
-        print(f"submitted: {out} is complete when it has a meta.json; {tmp}/work/logs show the progress")
+        print(f"submitted: {config.out} is complete when it has a meta.json; {tmp}/work/logs show the progress")
     else:
-        prepare.say(read_json(final / "report.json"), time.time() - began)
+        prepare.print_summary(read_json(final / "report.json"), time.time() - began)
 
 
-def executor_of(name, final, tmp, before):
-    """datatrove's executor for a stage. before: the executor of the stage before, which must finish first."""
+def executor_of(name, final, tmp, previous):
+    """datatrove's executor for a stage. previous: the executor of the stage before, which must finish first."""
     n = dict(check=tasks, scores=tasks, sift=tasks, tokens=parts, cut=parts).get(name, 1)
     # Slurm's jobs outlive this process, so the last job publishes the folder.
     publishes = executor == "slurm" and name == "account"
     step = partial(stages.do_share, name, final if publishes else None, tmp)
-    options = dict(pipeline=[step], tasks=n, logging_dir=f"{tmp}/work/logs/{name}", depends=before)
+    options = dict(pipeline=[step], tasks=n, logging_dir=f"{tmp}/work/logs/{name}", depends=previous)
     if executor == "local":
         from datatrove.executor import LocalPipelineExecutor
 
-        return LocalPipelineExecutor(**options, workers=min(prepare.processes(), n), start_method="spawn")
+        workers = min(prepare.processes(prepare.workers), n)
+        return LocalPipelineExecutor(**options, workers=workers, start_method="spawn")
     options.update(workers=prepare.workers or -1, mem_per_cpu_gb=gb)
     if executor == "ray":
         from datatrove.executor.ray import RayPipelineExecutor

@@ -216,12 +216,12 @@ class Contamination:
         {number of a text: number of the first prompt that is found in it}. ids, ends: words() of the first LONG
         characters of each text. The rest of a longer text is read in pieces that overlap.
         """
-        found = {}
+        contaminated = {}
         for i, (text, begin) in enumerate(zip(texts, np.split(ids, ends[:-1]))):
             rest = (words([text[match.start() - 20_000:match.end()]])[0] for match in PIECE.finditer(text, LONG))
             for number in islice(chain.from_iterable(map(self.prompts_in, chain([begin], rest))), 1):
-                found[i] = number
-        return found
+                contaminated[i] = number
+        return contaminated
 
     def prompts_in(self, ids):
         """Yield the numbers of the prompts that are found in words of a text, uint64 (N,)."""

@@ -14,8 +14,10 @@ from engine.files import flush, lock, read_json
 
 LOCK = ".prepare.lock"
 # The last three were written by older versions of prepare.py, whose folders may be replaced too.
-WRITTEN = set("""meta.json documents.parquet report.json report.md tokenizer.json probes.json
-    kept.parquet removed.jsonl.gz flow.png""".split())
+WRITTEN = {
+    "meta.json", "documents.parquet", "report.json", "report.md", "tokenizer.json", "probes.json",
+    "kept.parquet", "removed.jsonl.gz", "flow.png",
+}
 
 
 @contextlib.contextmanager
@@ -31,27 +33,27 @@ def building(out, inputs, joined=None):
     """
     final = Path(os.path.realpath(out))
     tmp = Path(f"{final}.tmp")
-    refuse(out, final, tmp, inputs, joined)
+    check_replaceable(out, final, tmp, inputs, joined)
     tmp.mkdir(parents=True, exist_ok=True)
     with lock(tmp / LOCK, "wait for it, or choose another folder") as file:
         # Workers inherit the open file: they close it, or they would hold the lock after the main process has died.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=file.close)
-        before = (tmp / "work").exists()
+        resumes = (tmp / "work").exists()
         # An earlier run was killed between the two renames of publish(): restore the old folder.
         if (tmp / "old").is_dir() and not final.exists():
             os.rename(tmp / "old", final)
         try:
             yield final, tmp
         except (ValueError, ImportError, FileNotFoundError, IsADirectoryError, BrokenPipeError):
-            if not before:
+            if not resumes:
                 clear(tmp)
             raise
         except OSError as e:
             raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
 
 
-def refuse(out, final, tmp, inputs, joined):
+def check_replaceable(out, final, tmp, inputs, joined):
     """ValueError if `final` cannot be made or replaced without touching files of the user."""
     for path in inputs:
         real = Path(os.path.realpath(path))
@@ -63,23 +65,24 @@ def refuse(out, final, tmp, inputs, joined):
         raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
     if os.path.lexists(tmp) and not (tmp.is_dir() and (LOCK in os.listdir(tmp) or not os.listdir(tmp))):
         raise ValueError(f"{tmp} exists and prepare.py did not write it: move it, or choose another folder")
-    stranger = not_ours(final, joined)
-    if stranger:
-        raise ValueError(f"{out} holds {stranger}, which prepare.py did not write: choose another folder, or an empty "
+    foreign = foreign_entry(final, joined)
+    if foreign:
+        raise ValueError(f"{out} holds {foreign}, which prepare.py did not write: choose another folder, or an empty "
                          "one")
 
 
-def not_ours(folder, joined):
+def foreign_entry(folder, joined):
     """The name of something in a folder that prepare.py (or data.py --join) did not write there, or None."""
     if not folder.is_dir():
         return folder.name if os.path.lexists(folder) else None
-    entries, ours = sorted(os.listdir(folder)), set()
+    entries, written = sorted(os.listdir(folder)), set()
+    # A damaged or missing meta.json makes every file a foreign one.
     with contextlib.suppress(Exception):
-        files = {shard["file"] for shard in shards_of(read_json(folder / "meta.json"))}
+        shards = {shard["file"] for shard in shards_of(read_json(folder / "meta.json"))}
         # The shards of a joined folder are in other folders.
-        if "report.json" in entries and joined in (None, any(map(os.path.dirname, files))):
-            ours = WRITTEN | files
-    return next((name for name in entries if name not in ours), None)
+        if "report.json" in entries and joined in (None, any(map(os.path.dirname, shards))):
+            written = WRITTEN | shards
+    return next((name for name in entries if name not in written), None)
 
 
 def publish(final, tmp):
@@ -89,9 +92,9 @@ def publish(final, tmp):
     OSError, with `final` unchanged, if a file of the user has appeared in it since building().
     """
     data, old = tmp / "data", tmp / "old"
-    stranger = not_ours(final, None)
-    if stranger:
-        raise OSError(f"{final}/{stranger} has appeared: move it")
+    foreign = foreign_entry(final, None)
+    if foreign:
+        raise OSError(f"{final}/{foreign} has appeared: move it")
     for path in (*data.iterdir(), data):
         flush(path)
     # Work without a plan is not resumed: after a kill from here on, the same command starts anew.
@@ -115,7 +118,7 @@ def empty(tmp):
 
 
 def clear(tmp):
-    """Remove the files of a run and its tmp folder, the lock last: after a kill in between, refuse() accepts it."""
+    """Remove the files of a run and its tmp folder, the lock last: after a kill in between, building() accepts it."""
     empty(tmp)
     # The folder stays if the user has put a file there.
     with contextlib.suppress(OSError):

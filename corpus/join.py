@@ -16,7 +16,7 @@ import data
 import tokenizer
 from configurator import run
 from corpus.folder import building, clear, empty, publish
-from corpus.ledger import FILE, changed, rows_of, write_account, write_ledger
+from corpus.ledger import FILE, changed, rows_of, write_ledger, write_report
 from corpus.shards import shards_of
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json
@@ -61,7 +61,7 @@ def join_folders(folders, out):
                 for split, part in metas[folder]["sources"][source].items()}
             for (folder, source), name in names.items()}
         report = joined_report([read_json(f"{folder}/report.json") for folder in folders], out)
-        write_account(new, metas[folders[0]], streams, report)
+        write_report(new, metas[folders[0]], streams, report)
         publish(final, tmp)
         clear(tmp)
 
@@ -94,8 +94,8 @@ def renamed(row, folder, names, final):
 
 
 def joined_report(parts, out):
-    """The reports of all parts as one, for write_account()."""
-    ignored, asked = {}, [part["robots"] for part in parts if part["robots"]]
+    """The reports of all parts as one, for write_report()."""
+    ignored, consulted = {}, [part["robots"] for part in parts if part["robots"]]
     for part in parts:
         for kind, names in part["ignored"].items():
             ignored.setdefault(kind, []).extend(names)
@@ -109,23 +109,23 @@ def joined_report(parts, out):
         rule=" ".join(sorted({part["rule"] for part in parts})),
         pii={name: all(part["pii"][name] for part in parts) for name in ("scrubbed", "in_code")},
         probes=None,
-        robots=joined_robots(asked, len(parts)) if asked else None,
+        robots=joined_robots(consulted, len(parts)) if consulted else None,
     )
 
 
-def joined_robots(asked, n):
+def joined_robots(consulted, n):
     """
     The opt-outs of several folders, added up.
 
-    asked: the opt-outs of each folder that consulted a store. n: the number of all folders.
+    consulted: the opt-outs of each folder that consulted a store. n: the number of all folders.
     """
     hosts, lost = Counter(), {}
-    for robots in asked:
+    for robots in consulted:
         hosts.update(robots["hosts"])
         for host, sizes in robots["top_blocked_hosts"].items():
             lost[host] = np.add(sizes, lost.get(host, 0)).tolist()
-    stores = [robots["store"] for robots in asked] + ["none"] * (n - len(asked))
-    return dict(asked[0], store=" ".join(stores), hosts=hosts, top_blocked_hosts=lost)
+    stores = [robots["store"] for robots in consulted] + ["none"] * (n - len(consulted))
+    return dict(consulted[0], store=" ".join(stores), hosts=hosts, top_blocked_hosts=lost)
 
 
 def main():

@@ -28,7 +28,7 @@ import pyarrow
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from corpus.robots import KNOWN, RESERVED, glossary, host_key, known
+from corpus.robots import FILE_STATES, RESERVED, file_state, host_key
 from corpus.rules import RULES
 from corpus.shards import shards_of
 from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
@@ -38,29 +38,32 @@ FILE = "documents.parquet"
 # Rows that are in memory at a time: a few megabytes.
 ROWS = 5_000
 PII = ("email", "ip", "iban")
+TEXTS = ("id", "source", "url", "language", "license", "reason", "split", "shard", "withdrawn")
 NUMBERS = ("bytes", "written", *PII, "tokens", "offset")
 OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
 # Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
-REASONS = glossary("""
-unreadable      no text: not UTF-8, no JSON, binary, torn file
-empty           nothing but white space
-blocked-domain  the host is on a list of blocked domains
-robots          robots.txt disallows the URL for an agent
-no-robots       the host has no robots.txt (--missing=deny)
-unparsable      the host serves something else as robots.txt (--missing=deny)
-bad-url         not a URL (--missing=deny)
-""") | RESERVED | RULES | glossary("""
-contaminated    contains an evaluation prompt
-tokens          too few or too many tokens
-duplicate       the same text was kept before
-near-duplicate  nearly the same text was kept before
-withdrawn       taken out after the data were made (--remove)
-""")
+REASONS = {
+    "unreadable": "no text: not UTF-8, no JSON, binary, torn file",
+    "empty": "nothing but white space",
+    "blocked-domain": "the host is on a list of blocked domains",
+    "robots": "robots.txt disallows the URL for an agent",
+    "no-robots": "the host has no robots.txt (--missing=deny)",
+    "unparsable": "the host serves something else as robots.txt (--missing=deny)",
+    "bad-url": "not a URL (--missing=deny)",
+    **RESERVED,
+    **RULES,
+    "contaminated": "contains an evaluation prompt",
+    "tokens": "too few or too many tokens",
+    "duplicate": "the same text was kept before",
+    "near-duplicate": "nearly the same text was kept before",
+    "withdrawn": "taken out after the data were made (--remove)",
+}
 
 
 def schema():
-    texts = dict.fromkeys("id source url language license reason split shard withdrawn".split(), pyarrow.string())
-    return pyarrow.schema(texts | dict.fromkeys(NUMBERS, pyarrow.int64()) | dict(text=pyarrow.uint64()))
+    """The columns of the ledger, in order."""
+    columns = dict.fromkeys(TEXTS, pyarrow.string()) | dict.fromkeys(NUMBERS, pyarrow.int64())
+    return pyarrow.schema(columns | dict(text=pyarrow.uint64()))
 
 
 def write_ledger(path, tables):
@@ -118,41 +121,41 @@ def sums(folder):
         documents           how many rows came in
         rows                how many rows there are
         id                  the first one in the alphabet
-        kind, particular    the reason's first two parts: robots, GPTBot
-        about               tokens, estimated where the documents were not tokenized
+        kind, detail        the reason's first two parts: robots, GPTBot
+        tokens_about        tokens, estimated where the documents were not tokenized
     """
-    keys = ["source", "language", "license", "split", "kind", "particular"]
-    how = dict.fromkeys(("documents", "rows", *NUMBERS), "sum") | dict(id="min")
+    keys = ["source", "language", "license", "split", "kind", "detail"]
+    aggregates = dict.fromkeys(("documents", "rows", *NUMBERS), "sum") | dict(id="min")
 
     def summed(rows):
-        return rows.group_by(keys).aggregate(list(how.items())).rename_columns([*keys, *how])
+        return rows.group_by(keys).aggregate(list(aggregates.items())).rename_columns([*keys, *aggregates])
 
     parts = []
     for rows in ledger(folder):
-        reason = pc.extract_regex(rows["reason"], "(?s)^(?P<kind>[^:]*):?(?P<particular>[^:]*)").combine_chunks()
-        came = pc.or_(pc.greater(rows["bytes"], 0), pc.not_equal(rows["reason"], ""))
-        columns = [*reason.flatten(), came.cast("int64"), came.is_valid().cast("int64")]
-        for name, column in zip(["kind", "particular", "documents", "rows"], columns):
+        reason = pc.extract_regex(rows["reason"], "(?s)^(?P<kind>[^:]*):?(?P<detail>[^:]*)").combine_chunks()
+        came_in = pc.or_(pc.greater(rows["bytes"], 0), pc.not_equal(rows["reason"], ""))
+        columns = [*reason.flatten(), came_in.cast("int64"), came_in.is_valid().cast("int64")]
+        for name, column in zip(["kind", "detail", "documents", "rows"], columns):
             rows = rows.append_column(name, column)
         parts.append(summed(rows))
     rows = summed(pyarrow.concat_tables(parts)).to_pylist()
     kept = [row for row in rows if not row["kind"]]
-    alike = grouped(kept, "source", "language")
+    similar = grouped(kept, "source", "language")
     for row in rows:
         # At the rate of the kept documents of the same source and language or, if there are none, of all kept ones.
-        some = alike.get((row["source"], row["language"]), kept)
-        about = round(row["bytes"] * added(some, "tokens") / max(added(some, "written"), 1))
+        reference = similar.get((row["source"], row["language"]), kept)
+        estimate = round(row["bytes"] * added(reference, "tokens") / max(added(reference, "written"), 1))
         # Withdrawn documents were tokenized: their number of tokens is known.
-        row["about"] = row["tokens"] or about
+        row["tokens_about"] = row["tokens"] or estimate
     return rows
 
 
 def grouped(rows, *keys):
     """{value of the key, or tuple of values of several keys: the rows that have it}."""
-    found = {}
+    groups = {}
     for row in rows:
-        found.setdefault(itemgetter(*keys)(row), []).append(row)
-    return found
+        groups.setdefault(itemgetter(*keys)(row), []).append(row)
+    return groups
 
 
 def added(rows, name):
@@ -167,16 +170,16 @@ def size_of(rows):
 
 def total(rows):
     """The totals of the rows of sums(); for each reason, the removed [documents, bytes] and their estimated tokens."""
-    kinds = grouped(rows, "kind")
-    kept = kinds.get("", [])
-    gone = {reason: kinds[reason] for reason in REASONS if reason in kinds}
+    by_reason = grouped(rows, "kind")
+    kept = by_reason.get("", [])
+    removed = {reason: by_reason[reason] for reason in REASONS if reason in by_reason}
     return dict(
         documents_in=added(rows, "documents"),
         bytes_in=added(rows, "bytes"),
         **{name: added(kept, name) for name in ("documents", "bytes", "written", "tokens")},
-        pii={kind: added(kept, kind) for kind in PII},
-        removed={reason: size_of(some) for reason, some in gone.items()},
-        tokens_removed_about={reason: added(some, "about") for reason, some in gone.items()},
+        pii={name: added(kept, name) for name in PII},
+        removed={reason: size_of(group) for reason, group in removed.items()},
+        tokens_removed_about={reason: added(group, "tokens_about") for reason, group in removed.items()},
     )
 
 
@@ -189,44 +192,45 @@ def opt_outs(folder, store):
         if host and row["reason"].partition(":")[0] in OPT_OUTS:
             n, size = lost.get(host, (0, 0))
             lost[host] = [n + 1, size + row["bytes"]]
-    count = Counter(known(host, store) for host in hosts - {None})
-    most = sorted(lost.items(), key=lambda one: (-one[1][1], one[0]))
-    hosts = dict(seen=count.total(), **{name: count[name] for name in KNOWN}, blocked=len(lost))
-    return dict(top_blocked_hosts=dict(most[:20]), hosts=hosts)
+    count = Counter(file_state(host, store) for host in hosts - {None})
+    # The most bytes first; equal ones by name.
+    ordered = sorted(lost.items(), key=lambda entry: (-entry[1][1], entry[0]))
+    hosts = dict(seen=count.total(), **{state: count[state] for state in FILE_STATES}, blocked=len(lost))
+    return dict(top_blocked_hosts=dict(ordered[:20]), hosts=hosts)
 
 
-def write_account(folder, meta, streams, about):
+def write_report(folder, meta, streams, facts):
     """
     Write meta.json, report.json and report.md next to a ledger. Returns the report.
 
     meta: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. streams: {source: {split: entries of its
-    shards}}. about: the report's run, inputs, ignored, rule, pii, probes and robots (stages.about).
+    shards}}. facts: the report's run, inputs, ignored, rule, pii, probes and robots (stages.facts_of).
     """
     rows = sums(folder)
-    by_split, particular = grouped(rows, "source", "split"), grouped(rows, "kind", "particular")
+    by_split, by_detail = grouped(rows, "source", "split"), grouped(rows, "kind", "detail")
     sources = {source: {} for source in streams}
     for source, splits in streams.items():
         for split, entries in splits.items():
-            some = by_split.get((source, split), [])
-            sizes = dict(documents=added(some, "rows"), tokens=added(some, "tokens"), bytes=added(some, "written"))
+            group = by_split.get((source, split), [])
+            sizes = dict(documents=added(group, "rows"), tokens=added(group, "tokens"), bytes=added(group, "written"))
             sources[source][split] = dict(sizes, shards=entries)
     meta = dict(meta, sources=sources)
     meta["version"] = version(meta)
     languages = sorted(grouped(rows, "source", "language").items())
     report = dict(
-        about,
+        facts,
         version=meta["version"],
         total=total(rows),
-        table=[dict(source=source, language=language, **total(some)) for (source, language), some in languages],
-        licenses={name: total(some) for name, some in sorted(grouped(rows, "license").items())},
-        unreadable={problem: [added(some, "documents"), min(row["id"] for row in some)]
-                    for (kind, problem), some in particular.items() if kind == "unreadable"},
+        table=[dict(source=source, language=language, **total(group)) for (source, language), group in languages],
+        licenses={name: total(group) for name, group in sorted(grouped(rows, "license").items())},
+        unreadable={problem: [added(group, "documents"), min(row["id"] for row in group)]
+                    for (kind, problem), group in by_detail.items() if kind == "unreadable"},
         outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
     )
-    report["pii"] = dict(about["pii"], **report["total"]["pii"])
-    if about["robots"]:
-        removed = {agent: size_of(some) for (kind, agent), some in particular.items() if kind == "robots"}
-        report["robots"] = dict(about["robots"], removed_by_agent=removed)
+    report["pii"] = dict(facts["pii"], **report["total"]["pii"])
+    if facts["robots"]:
+        removed = {agent: size_of(group) for (kind, agent), group in by_detail.items() if kind == "robots"}
+        report["robots"] = dict(facts["robots"], removed_by_agent=removed)
     write_json(f"{folder}/meta.json", meta)
     write_json(f"{folder}/report.json", report)
     write_flushed(f"{folder}/report.md", markdown(report))

@@ -34,7 +34,11 @@ $ python prepare.py pages.jsonl --reservations=store.jsonl.gz           # rows o
 $ python prepare.py pages.jsonl --reservations=mirror/                  # HOST/ai.txt, HOST/.well-known/tdmrep.json
 """
 
-import corpus  # first: a script started by its path stops here, with the right command (corpus/corpus.py)
+import sys
+
+if not __package__:
+    print("robots.py: start it from the project's root, python -m corpus.robots", file=sys.stderr)
+    sys.exit(2)
 
 import ipaddress
 import json
@@ -54,33 +58,28 @@ missing = "allow"      # a host without robots.txt: allow or deny
 explicit = False       # count only groups that name an AI agent, not those of *
 
 # The 15 of the published pipeline (swiss-ai/pretrain-data; the report prints 14, without FacebookBot).
-AGENTS = """
-    AI2Bot Applebot-Extended Bytespider CCBot CCBot/2.0 CCBot/1.0 ClaudeBot cohere-training-data-crawler Diffbot
-    FacebookBot Meta-ExternalAgent Google-Extended GPTBot PanguBot *""".split()
-
-
-def glossary(lines):
-    """{reason: its text in the report} of lines of both."""
-    return dict(line.split(maxsplit=1) for line in lines.strip().splitlines())
-
-
-# The opt-outs other than robots.txt, as the report counts them.
-RESERVED = glossary("""
-noai            the page or its headers forbid AI training
-noimageai       the same, for images
-noml            the same, in Mojeek's word
-tdm-file        reserved by the host's tdmrep.json
-tdm-header      reserved by the header tdm-reservation
-tdm-meta        reserved by the page's <meta> tdm-reservation
-usage-header    the header Content-Usage or Content-Signal forbids training
-usage-file      the same, in the host's robots.txt
-ai-txt          disallowed by the host's ai.txt
-""")
-# For a host, a store has a robots.txt, no file, or something else under that name.
-KNOWN = ("with_file", "without", "unparsable")
+AGENTS = [
+    "AI2Bot", "Applebot-Extended", "Bytespider", "CCBot", "CCBot/2.0", "CCBot/1.0", "ClaudeBot",
+    "cohere-training-data-crawler", "Diffbot", "FacebookBot", "Meta-ExternalAgent", "Google-Extended", "GPTBot",
+    "PanguBot", "*",
+]
+# The opt-outs other than robots.txt: {reason: its text in the report}.
+RESERVED = {
+    "noai": "the page or its headers forbid AI training",
+    "noimageai": "the same, for images",
+    "noml": "the same, in Mojeek's word",
+    "tdm-file": "reserved by the host's tdmrep.json",
+    "tdm-header": "reserved by the header tdm-reservation",
+    "tdm-meta": "reserved by the page's <meta> tdm-reservation",
+    "usage-header": "the header Content-Usage or Content-Signal forbids training",
+    "usage-file": "the same, in the host's robots.txt",
+    "ai-txt": "disallowed by the host's ai.txt",
+}
+# What a store has of a host: a robots.txt, no file, or something else under that name.
+FILE_STATES = ("with_file", "without", "unparsable")
 # The files of a store of reservations, and the columns of a document that are read.
 FILES = ("tdmrep.json", "ai.txt")
-COLUMNS = "headers x_robots_tag content_usage tdm_reservation meta_robots meta_tdm_reservation".split()
+COLUMNS = ("headers", "x_robots_tag", "content_usage", "tdm_reservation", "meta_robots", "meta_tdm_reservation")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -154,8 +153,8 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     return not reason, reason or "allowed"
 
 
-def known(host, store):
-    """One of KNOWN: does the store have a robots.txt of this host key?"""
+def file_state(host, store):
+    """One of FILE_STATES: does the store have a robots.txt of this host key?"""
     content = store.get(host) if store else None
     if content is None:
         return "without"
@@ -169,9 +168,9 @@ def known(host, store):
 EDGE = "\n"
 
 
-def first_refusal(kind, *asked):
-    """"KIND:AGENT:RULE" of the first of refusals(*asked); None if there is none."""
-    return next((f"{kind}:{agent}:{rule}" for agent, rule in refusals(*asked)), None)
+def first_refusal(reason, path, groups, agents, explicit=False):
+    """"REASON:AGENT:RULE" of the first of refusals(); None if there is none."""
+    return next((f"{reason}:{agent}:{rule}" for agent, rule in refusals(path, groups, agents, explicit)), None)
 
 
 def refusals(path, groups, agents, explicit=False):
@@ -299,26 +298,21 @@ def parse_robots(content, usage=False):
     None if it is something else: a web page, or text without any user-agent or sitemap line. A byte-order mark is
     skipped; the official pipeline loses a group to it. usage: return the rules about training, not those about reading.
     """
-    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
-    if len(raw) > MAX_BYTES:
-        # Cut after a whole line: "/private/x" cut to "/" would disallow everything.
-        raw = raw[:raw.rfind(b"\n", 0, MAX_BYTES)]
-    # UTF-16 read as UTF-8 is ASCII with NULs in between.
-    text = "\n" + raw.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd")
+    text = robots_text(content)
     if _OTHER.match(text):
         return None
     # Most files state no preference about training.
     if usage and "content-" not in text.lower():
         return {}
     groups, current, in_rules = {}, [], False
-    for user, allow, content, value in _LINE.findall(text):
+    for user, allow, about_training, value in _LINE.findall(text):
         value = value.strip()
         if user:
             # A user-agent line after a rule begins a new group. RFC 9309 merges all groups of an agent.
             current = [] if in_rules else current
             current.append(groups.setdefault(product_token(value), []))
         # An empty "Disallow:" disallows nothing.
-        elif value and usage == bool(content):
+        elif value and usage == bool(about_training):
             rule = preference(value) if usage else compiled(not allow, value)
             for rules in current:
                 rules.append(rule)
@@ -328,20 +322,30 @@ def parse_robots(content, usage=False):
     return groups
 
 
+def robots_text(content):
+    """The text of a robots.txt (str or bytes) after a line break: at most MAX_BYTES, without a byte-order mark."""
+    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    if len(raw) > MAX_BYTES:
+        # Cut after a whole line: "/private/x" cut to "/" would disallow everything.
+        raw = raw[:raw.rfind(b"\n", 0, MAX_BYTES)]
+    # UTF-16 read as UTF-8 is ASCII with NULs in between.
+    return "\n" + raw.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd")
+
+
 def preference(value):
     """The rule of a Content-Usage or Content-Signal line. Without a path it applies to all paths."""
-    path, said = re.match(r"(/\S*)?\s*(.*)", value).groups()
-    return compiled(forbids_training(said), path or "/", strict=True)
+    path, terms = re.match(r"(/\S*)?\s*(.*)", value).groups()
+    return compiled(forbids_training(terms), path or "/", strict=True)
 
 
-def forbids_training(said):
+def forbids_training(terms):
     """
     Does a preference, in a line of robots.txt or in a header, contain train-ai=n or ai-train=no?
 
-    said: NAME=VALUE;PARAMETERS separated by commas; a name's last value counts (draft-ietf-aipref-vocab-07 sec. 6.5).
+    terms: NAME=VALUE;PARAMETERS separated by commas; a name's last value counts (draft-ietf-aipref-vocab-07 sec. 6.5).
     The rest need not be a valid dictionary of RFC 9651: a syntax error does not withdraw an opt-out.
     """
-    values = dict(re.findall(r"(?:^|,)\s*(train-ai|ai-train)(?:=([^,;\s]*))?\s*(?=[,;]|$)", said))
+    values = dict(re.findall(r"(?:^|,)\s*(train-ai|ai-train)(?:=([^,;\s]*))?\s*(?=[,;]|$)", terms))
     return values.get("train-ai") == "n" or values.get("ai-train") == "no"
 
 
@@ -363,22 +367,30 @@ def reservation(doc, store=None):
     doc: dict with url, any of COLUMNS, and metas [(name, content)] of an HTML page. store: open_reservations(path), or
     {file: anything with .get(host) -> str, bytes or None}.
     """
-    said = statements(doc)
-    m = _DIRECTIVE.search(said)
-    if m:
-        return m[1].lower()
+    lines = statements(doc)
+    directive = _DIRECTIVE.search(lines)
+    if directive:
+        return directive[1].lower()
     # One preference does not withdraw the opt-out of another (draft-ietf-aipref-vocab-07 sec. 5.1).
-    if any(map(forbids_training, _USAGE.findall(said))):
+    if any(map(forbids_training, _USAGE.findall(lines))):
         return "usage-header"
     host, path = split_url(doc.get("url"))
     tdmrep, ai_txt = (store[file].get(host) or "" if store and host else "" for file in FILES)
+    return mining_reservation(lines, tdmrep, path) or (ai_txt and ai_txt_refusal(ai_txt, path)) or None
+
+
+def mining_reservation(lines, tdmrep, path):
+    """The reason of the last statement about text and data mining that counts: tdmrep.json, header, <meta>; or None."""
     location = tdmrep and disallowing(parse_tdmrep(tdmrep), path)
-    reserved = location and f"tdm-file:{location}"
+    reason = f"tdm-file:{location}" if location else None
     # Each overrides the ones before it; values other than 0 and 1 change nothing.
-    for where, value in _MINING.findall(said):
-        reserved = f"tdm-{where or 'header'}" if value == "1" else None
-    if reserved or not ai_txt:
-        return reserved or None
+    for where, value in _MINING.findall(lines):
+        reason = f"tdm-{where or 'header'}" if value == "1" else None
+    return reason
+
+
+def ai_txt_refusal(ai_txt, path):
+    """"ai-txt:AGENT:RULE" if a host's ai.txt disallows the path for one of AGENTS, else None."""
     groups = parse_robots(ai_txt)
     # /a/page counts as /a/page.html.
     html = re.sub(r"^([^?]*/[^?/.]*)(\?.*)?$", r"\1.html", path)
@@ -477,9 +489,10 @@ def open_reservations(path):
     and HOST/.well-known/tdmrep.json. ValueError if it is empty or something else.
     """
     rows = list(hosts_files(path, ["*/ai.txt", "*/.well-known/tdmrep.json"], ("content",), ("file",)))
-    wrong = {name for *_, name in rows if not str(name).endswith(FILES)}
-    if wrong or not rows:
-        raise ValueError(f"{path}: want domain, content and file, {' or '.join(FILES)}; found {wrong or 'no opt-outs'}")
+    others = {name for *_, name in rows if not str(name).endswith(FILES)}
+    if others or not rows:
+        raise ValueError(
+            f"{path}: want domain, content and file, {' or '.join(FILES)}; found {others or 'no opt-outs'}")
     return {file: Store(row for row in rows if row[2].endswith(file)) for file in FILES}
 
 
@@ -523,13 +536,16 @@ def main():
         host, path = split_url(url)
         if not host:
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
-        one = robots.endswith(".txt")
-        store = {host: Path(robots).read_bytes()} if one else open_robots(robots) if robots else {}
+        store = {}
+        if robots.endswith(".txt"):
+            store = {host: Path(robots).read_bytes()}
+        elif robots:
+            store = open_robots(robots)
         groups = parse_robots(store.get(host) or b"")
         refused = dict(refusals(path, groups, agents, explicit))
         for agent in agents:
-            says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
-            print(f"{agent:30s} {says}")
+            outcome = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
+            print(f"{agent:30s} {outcome}")
         kept, reason = verdict(url, store, agents, missing, explicit=explicit)
         print(f"{'kept' if kept else 'drop'}:{reason}")
 

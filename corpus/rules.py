@@ -106,24 +106,27 @@ def broken(doc, licenses=None, languages=None, min_chars=0, max_chars=0, top=Non
     at random. thresholds and rate: a number, or {language: number, "*": any other}; a language without an entry has no
     rule. A null breaks top and not below, NaN breaks both. ValueError if a column is missing.
     """
-    def fails(value, compare, limit):
-        if isinstance(limit, dict):
-            limit = limit.get(column(doc, "language or lang") or "", limit.get("*"))
-        # Every comparison with NaN is false, so NaN breaks both rules.
-        return limit is not None and not compare(-math.inf if value is None else value, limit)
-
     if licenses is not None and column(doc, "license") not in licenses:
         return "license"
     if languages is not None and column(doc, "language or lang") not in languages:
         return "language"
     if (min_chars or max_chars) and not min_chars <= len(doc["text"]) <= (max_chars or math.inf):
         return "length"
-    if top and fails(as_number(doc, top[0]), ge, top[1]):
+    if top and not meets(doc, as_number(doc, top[0]), ge, top[1]):
         return "score"
-    if below and fails(as_number(doc, below[0]), lt, below[1]):
+    if below and not meets(doc, as_number(doc, below[0]), lt, below[1]):
         return "above"
-    if rate is not None and fails(uniform(doc["id"], seed), lt, rate):
+    if rate is not None and not meets(doc, uniform(doc["id"], seed), lt, rate):
         return "rate"
+    return None
+
+
+def meets(doc, value, compare, limit):
+    """Whether the value of a document is ge or lt its limit, a number or {language: number}; true without a limit."""
+    if isinstance(limit, dict):
+        limit = limit.get(column(doc, "language or lang") or "", limit.get("*"))
+    # Every comparison with NaN is false, so NaN breaks both rules.
+    return limit is None or compare(-math.inf if value is None else value, limit)
 
 
 def column(doc, names):
@@ -173,9 +176,10 @@ def by_language(name, text, share=False):
 
 # Remove P(toxic) at or above these, about 5 % of each language (report sec. 3; the numbers: swiss-ai/pretrain-data).
 # Languages as in FineWeb-2.
-TOXICITY = by_language("TOXICITY", """
-    eng_Latn:0.99944, deu_Latn:0.9977, fra_Latn:0.9994, pol_Latn:0.9867, por_Latn:0.9476, spa_Latn:0.9953,
-    ita_Latn:0.9985, cmn_Hani:0.5954, nld_Latn:0.9883""")
+TOXICITY = {
+    "eng_Latn": 0.99944, "deu_Latn": 0.9977, "fra_Latn": 0.9994, "pol_Latn": 0.9867, "por_Latn": 0.9476,
+    "spa_Latn": 0.9953, "ita_Latn": 0.9985, "cmn_Hani": 0.5954, "nld_Latn": 0.9883,
+}
 
 
 def top_thresholds(rows, share):
@@ -187,12 +191,12 @@ def top_thresholds(rows, share):
     """
     if not 0 < share <= 1:
         raise ValueError(f"share {share}: want the part to keep, above 0 and at most 1 (Apertus: 0.33, then 0.10)")
-    every = {}
+    scores_of = {}
     for language, score in rows:
-        every.setdefault(language, array("d")).append(score)
+        scores_of.setdefault(language, array("d")).append(score)
     # 1e-9: 0.07 of 100 documents are 7, although the product is 7.000000000000001.
     return {language: float(np.sort(scores)[-math.ceil(share * len(scores) - 1e-9)])
-            for language, scores in every.items()}
+            for language, scores in scores_of.items()}
 
 
 def score_function(path):
@@ -216,7 +220,7 @@ def score_function(path):
 # heuristics: which limits apply to a document
 
 
-STOP_WORDS = frozenset("the be to of and that have with".split())
+STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
 NUMBER = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|inf", re.I)
 LONG = 1_000_000            # characters of a text that count
 ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)
@@ -239,14 +243,15 @@ def beyond(spec, doc):
     text = doc["text"][:LONG]
     words, begin = text.split(), text[:1000]
     # If a fifth of the characters are of a script without spaces, more than half of the words are.
-    unspaced = 5 * len(UNSPACED.findall(begin)) > len(begin)
-    limits = {name: limit for name, limit in limits.items() if not (unspaced and name in OF_WORDS)}
-    asked = {HEURISTICS[name][0] for name in limits} if words else ()
+    if 5 * len(UNSPACED.findall(begin)) > len(begin):
+        limits = {name: limit for name, limit in limits.items() if name not in OF_WORDS}
+    sources = {HEURISTICS[name][0] for name in limits} if words else ()
     for source, measures in SETS.items():
-        for name, value in measures(text, words, stops) if source in asked else ():
+        for name, value in measures(text, words, stops) if source in sources else ():
             low = HEURISTICS[name][1] == ">="
             if name in limits and (value < limits[name] if low else value > limits[name]):
                 return name
+    return None
 
 
 @lru_cache(2_000)           # about the number of languages of FineWeb-2

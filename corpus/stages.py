@@ -61,7 +61,7 @@ GROUP, BUCKET = 4 << 20, 16 << 20
 # A vocabulary is trained on at most about this many characters.
 BPE_CHARS = 200_000_000
 # Characters of documents whose words are hashed together: one page at a time takes four times as long.
-HANDFUL = 300_000
+BATCH = 300_000
 # Where the text of a row is: `written` bytes of sift/{group}.text from `offset` on; and its place in the order.
 PLACE = ("group", "offset", "written", "id_hash")
 # A document that stays: 40 bytes in memory, however long its text. row: its number among all rows; stream: 2 * number
@@ -75,12 +75,20 @@ NOTHING = dict.fromkeys(("bytes", "text", *TAGS), 0)
 
 class Work:
     """
-    A run: the settings of prepare.py as attributes, with files, ignored, by_id, name, command and began; and the
-    results of finished stages, read once per process. folder: OUT.tmp/work.
+    A run of prepare.py, and the results of its finished stages, read once per process.
+
+    plan: the settings of prepare.py as attributes, with files, ignored, by_id, name, command and began. folder:
+    OUT.tmp/work. data: OUT.tmp/data, the new data folder.
     """
 
     def __init__(self, folder):
-        vars(self).update(read_json(folder / "plan.json"), folder=folder, data=folder.parent / "data")
+        self.folder = folder
+        self.data = folder.parent / "data"
+        self.plan = SimpleNamespace(**read_json(folder / "plan.json"))
+
+    def load_tables(self):
+        """Load all tables, so that forked workers share them, and an invalid setting is an error before the start."""
+        return self.rules, self.passages
 
     def pieces(self, stage):
         """How many pieces of work a stage has."""
@@ -105,15 +113,15 @@ class Work:
     @cached_property
     def groups(self):
         """[[(file, part)]]: groups of parts, of about 4 MB of text each."""
-        found, size = [[]], 0
+        groups, size = [[]], 0
         for file in self.checked:
             for part in file["parts"]:
                 size += part[3]
-                if found[-1] and size > GROUP:
-                    found.append([])
+                if groups[-1] and size > GROUP:
+                    groups.append([])
                     size = part[3]
-                found[-1].append((file, part))
-        return found
+                groups[-1].append((file, part))
+        return groups
 
     @cached_property
     def bytes_until(self):
@@ -121,52 +129,61 @@ class Work:
         return np.cumsum([sum(part[3] for _, part in group) for group in self.groups])
 
     @cached_property
+    def robots(self):
+        """The arguments of robots.verdict(); None without a store of robots.txt and a list of domains."""
+        agents, no_star = AGENTS, self.plan.agents_no_star
+        if self.plan.agents:
+            agents = [agent for agent, in rows_of(self.plan.agents, ("agent",), comments=True)]
+        if not agents:
+            raise ValueError(f"--agents={self.plan.agents} names no agent: want one a line")
+        if not self.plan.robots and not self.plan.blocked:
+            return None
+        return dict(
+            store=given(open_robots, self.plan.robots),
+            agents=[agent for agent in agents if agent != "*" or not no_star],
+            missing=self.plan.missing,
+            blocked=given(blocked_domains, self.plan.blocked) or (),
+            explicit=no_star,
+        )
+
+    @cached_property
     def rules(self):
         """The settings as functions and tables. ValueError for one that is not valid."""
-        agents = [agent for agent, in rows_of(self.agents, ("agent",), comments=True)] if self.agents else AGENTS
-        if not agents:
-            raise ValueError(f"--agents={self.agents} names no agent: want one a line")
-        robots = dict(
-            store=given(open_robots, self.robots),
-            agents=[agent for agent in agents if agent != "*" or not self.agents_no_star],
-            missing=self.missing,
-            blocked=given(blocked_domains, self.blocked) or (),
-            explicit=self.agents_no_star,
-        )
-        top_thresholds([], self.keep_top)                  # an error if keep_top is no share
-        limits_of(self.heuristics, "eng_Latn")             # an error if there is no such rule
-        below = TOXICITY if self.max_value == "apertus" else by_language("max_value", self.max_value)
-        near = given(dedup.bands_of, self.near_dedup) or (0, 0)
+        plan = self.plan
+        top_thresholds([], plan.keep_top)                  # an error if keep_top is no share
+        limits_of(plan.heuristics, "eng_Latn")             # an error if there is no such rule
+        below = TOXICITY if plan.max_value == "apertus" else by_language("max_value", plan.max_value)
+        near = given(dedup.bands_of, plan.near_dedup) or (0, 0)
         return SimpleNamespace(
-            score=given(score_function, self.score),
-            robots=robots if self.robots or self.blocked else None,
-            reservations=given(open_reservations, self.reservations),
+            score=given(score_function, plan.score),
+            robots=self.robots,
+            reservations=given(open_reservations, plan.reservations),
             # sift() adds the thresholds of --score_field.
             columns=partial(
                 broken,
-                licenses=listed(self.keep_licenses),
-                languages=listed(self.keep_languages),
-                min_chars=self.min_chars,
-                max_chars=self.max_chars,
-                below=self.max_field and (self.max_field, below),
-                rate=by_language("keep_rate", self.keep_rate, True),
-                seed=self.seed,
+                licenses=listed(plan.keep_licenses),
+                languages=listed(plan.keep_languages),
+                min_chars=plan.min_chars,
+                max_chars=plan.max_chars,
+                below=plan.max_field and (plan.max_field, below),
+                rate=by_language("keep_rate", plan.keep_rate, True),
+                seed=plan.seed,
             ),
-            text=partial(beyond, self.heuristics),
+            text=partial(beyond, plan.heuristics),
             near=near,
             # The columns of the keys for near-duplicates, one for each band.
             bands=[f"band {i}" for i in range(near[0])],
-            contamination=self.decontaminate and dedup.Contamination(dedup.read_prompts(self.decontaminate)),
-            tok=given(tokenizers.load, self.tokenizer),
+            contamination=plan.decontaminate and dedup.Contamination(dedup.read_prompts(plan.decontaminate)),
+            tok=given(tokenizers.load, plan.tokenizer),
         )
 
     @cached_property
     def passages(self):
         """[{id, repetitions, text}] of the passages to plant: the repetitions are dealt out in the order of a hash."""
-        texts = given(dedup.read_prompts, self.probes) or []
-        dealt = sorted(enumerate(texts), key=lambda one: id_hash(f"probe/{one[0]}{one[1]}"))
+        texts = given(dedup.read_prompts, self.plan.probes) or []
+        dealt = sorted(enumerate(texts), key=lambda passage: id_hash(f"probe/{passage[0]}{passage[1]}"))
         return [dict(id=f"probe/{i}", repetitions=times, text=text)
-                for (i, text), times in zip(dealt, cycle(self.repetitions))]
+                for (i, text), times in zip(dealt, cycle(self.plan.repetitions))]
 
     @cached_property
     def documents(self):
@@ -184,7 +201,7 @@ class Work:
     @cached_property
     def shards(self):
         """[{source, split, file, begin, end}] of all shards. begin, end: in the tokens of all buckets, concatenated."""
-        sources, sizes, found, end = self.result("judge")["sources"], Counter(), [], 0
+        sources, sizes, shards, end = self.result("judge")["sources"], Counter(), [], 0
         for bucket in self.results("tokens"):
             sizes.update(bucket)
         names = list(map(safe, sources))
@@ -194,11 +211,11 @@ class Work:
             begin, end = end, end + sizes[str(stream)]
             # Two sources may differ only in characters that a file name cannot have, or in case, which macOS ignores.
             name = names[i] + f"+{i}" * (lower.index(lower[i]) < i)
-            for k, at in enumerate(range(begin, end, self.shard_tokens)):
+            for k, at in enumerate(range(begin, end, self.plan.shard_tokens)):
                 file = f"{name}_" * (len(names) > 1) + f"{split}_{k:05d}.npy"
-                found.append(dict(source=sources[i], split=split, file=file, begin=at,
-                                  end=min(at + self.shard_tokens, end)))
-        return found
+                shards.append(dict(source=sources[i], split=split, file=file, begin=at,
+                                   end=min(at + self.plan.shard_tokens, end)))
+        return shards
 
 
 # The Work of a folder, cached in each process.
@@ -216,19 +233,20 @@ def given(function, setting):
 
 def check_files(number, work):
     """Some of the files, as readers.check describes them."""
-    return dict(files=[check(file, work.text_field, work.encoding)
-                       for file in np.array_split(work.files, work.pieces("check"))[number]])
+    files = np.array_split(work.plan.files, work.pieces("check"))[number]
+    return dict(files=[check(file, work.plan.text_field, work.plan.encoding) for file in files])
 
 
 def documents_of(number, work):
     """Yield the documents of a group, with the defaults for missing columns."""
-    wanted = [*COLUMNS, work.score_field, work.max_field, work.source_by]
-    defaults = dict(language=work.default_language, license=work.default_license)
+    plan = work.plan
+    columns = [*COLUMNS, plan.score_field, plan.max_field, plan.source_by]
+    defaults = dict(language=plan.default_language, license=plan.default_license)
     for file, part in work.groups[number]:
-        for doc in documents(file, part, work.text_field, wanted):
+        for doc in documents(file, part, plan.text_field, columns):
             if doc["text"] is not None:
-                if work.detect_language and not doc.get("language"):
-                    doc["language"] = detect(doc["text"], work.detect_language)
+                if plan.detect_language and not doc.get("language"):
+                    doc["language"] = detect(doc["text"], plan.detect_language)
                 if work.rules.score:
                     doc["score"] = work.rules.score(doc["text"])
             yield doc | {name: value for name, value in defaults.items() if value and not doc.get(name)}
@@ -240,7 +258,7 @@ def documents_of(number, work):
 
 def score_group(number, work):
     """The first pass of "keep the best": language and score of each document."""
-    field, rows = work.score_field, []
+    field, rows = work.plan.score_field, []
     for doc in documents_of(number, work):
         score = None if doc["text"] is None else as_number(doc, field)
         # NaN would be sorted as the best score.
@@ -251,9 +269,9 @@ def score_group(number, work):
 
 def find_thresholds(number, work):
     """{language: the lowest score of its best share} (report sec. 3)."""
-    rows = (row for some in work.results("scores") for row in some["rows"])
+    rows = (row for result in work.results("scores") for row in result["rows"])
     # No document is kept of a language without any score.
-    return {"*": np.inf} | top_thresholds(rows, work.keep_top)
+    return {"*": np.inf} | top_thresholds(rows, work.plan.keep_top)
 
 
 def sift(number, work):
@@ -261,85 +279,104 @@ def sift(number, work):
     A group -> sift/{number}.text, the texts that pass, and sift/{number}.parquet: a row of the ledger for each of its
     documents, with the place of its text and its keys for near-duplicates.
     """
-    tables, field = [], work.score_field
+    tables, field = [], work.plan.score_field
     columns = partial(work.rules.columns, top=field and (field, work.result("thresholds")))
     with open(sifted(work, number).with_suffix(".text"), "wb") as f:
-        for docs in handfuls(documents_of(number, work)):
+        for docs in batches(documents_of(number, work)):
             for doc in docs:
                 doc.update(reason=reason_alone(doc, work, columns), bands={})
-            by_words([doc for doc in docs if not doc["reason"]], work.rules)
+            compare_words([doc for doc in docs if not doc["reason"]], work.rules)
             tables.append(table_of([dict(row_of(doc, f, work), group=number) for doc in docs], work))
     write_table(pyarrow.concat_tables(tables), sifted(work, number))
     return {}
 
 
-def handfuls(docs):
-    """Documents as lists of about HANDFUL characters."""
-    some, n = [], 0
+def batches(docs):
+    """Documents as lists of about BATCH characters."""
+    batch, n = [], 0
     for doc in docs:
-        some.append(doc)
+        batch.append(doc)
         n += len(doc["text"] or "")
-        if n >= HANDFUL:
-            yield some
-            some, n = [], 0
-    yield some
+        if n >= BATCH:
+            yield batch
+            batch, n = [], 0
+    yield batch
 
 
 def reason_alone(doc, work, columns):
     """Why the rules about single documents remove this one; "" if they do not. columns: broken() with its settings."""
-    text, found = doc["text"], work.rules
+    text, rules = doc["text"], work.rules
     if text is None:
-        if work.strict:
+        if work.plan.strict:
             raise ValueError(f"{doc['id']}: {doc['problem']} (--strict)")
         return f"unreadable:{doc['problem']}"
-    if work.strict and doc.get("url") and not host_key(doc["url"]):
+    if work.plan.strict and doc.get("url") and not host_key(doc["url"]):
         raise ValueError(f"{doc['id']}: {doc['url']!r} is not a URL (--strict)")
     if not text.strip():
         return "empty"
-    return refusal(doc, found.robots, found.reservations) or columns(doc) or found.text(doc) or ""
+    return refusal(doc, rules.robots, rules.reservations) or columns(doc) or rules.text(doc) or ""
 
 
-def by_words(docs, found):
+def compare_words(docs, rules):
     """Set "bands", the keys for near-duplicates, {band: key}, and the reason of contaminated documents."""
-    if not docs or not (found.bands or found.contamination):
+    if not docs or not (rules.bands or rules.contamination):
         return
     texts = [doc["text"] for doc in docs]
     ids, ends = dedup.words([text[:dedup.LONG] for text in texts])
-    if found.bands:
-        for doc, keys in zip(docs, dedup.band_keys(dedup.signatures(ids, ends), *found.near)):
-            doc["bands"] = dict(zip(found.bands, keys))
-    if found.contamination:
-        for i, prompt in found.contamination.find(texts, ids, ends).items():
+    if rules.bands:
+        for doc, keys in zip(docs, dedup.band_keys(dedup.signatures(ids, ends), *rules.near)):
+            doc["bands"] = dict(zip(rules.bands, keys))
+    if rules.contamination:
+        for i, prompt in rules.contamination.find(texts, ids, ends).items():
             docs[i]["reason"] = f"contaminated:prompt {prompt}"
 
 
 def row_of(doc, f, work):
     """The row of a document. If it passes, its text goes to the file f, without personal data."""
-    text = came = doc["text"] or ""
-    source = doc.get(work.source_by) if work.source_by else work.name
-    url, counts, begin = doc.get("url"), {}, f.tell()
-    if not doc["reason"] and work.pii and (work.pii_in_code or doc.get("language") != "code"):
-        text, counts = scrub_pii(text)
-    if not doc["reason"] and (work.min_tokens or work.max_tokens):
-        tokens = 2 + len(work.rules.tok.encode_array(text))
-        if not work.min_tokens <= tokens <= (work.max_tokens or tokens):
-            doc["reason"] = "tokens"
+    original = doc["text"] or ""
+    text, counts, reason = original, {}, doc["reason"]
+    if not reason:
+        text, counts = without_personal_data(doc, work.plan)
+        reason = "" if has_allowed_length(text, work) else "tokens"
+    url, offset = doc.get("url"), f.tell()
     return dict(
         id=doc["id"],
-        source="none" if source in (None, "") else writable(str(source)),
+        source=source_of(doc, work.plan),
         url=writable(url) if isinstance(url, str) else None,
         language=doc.get("language") or "",
         license=doc.get("license") or "",
-        reason=doc["reason"],
-        bytes=len(came.encode()),
-        written=0 if doc["reason"] else f.write(text.encode()),
-        **{kind: counts.get(kind, 0) for kind in TAGS},
-        offset=begin,
+        reason=reason,
+        bytes=len(original.encode()),
+        written=0 if reason else f.write(text.encode()),
+        **{tag: counts.get(tag, 0) for tag in TAGS},
+        offset=offset,
         # Of the text before personal data is replaced: two texts that differ only in an address are no duplicates.
-        text=dedup.fingerprint(came),
+        text=dedup.fingerprint(original),
         id_hash=id_hash(doc["id"]),
         **doc["bands"],
     )
+
+
+def without_personal_data(doc, plan):
+    """(text, {tag: number of replacements}) of a document. Code keeps its addresses unless --pii_in_code."""
+    if not plan.pii or doc.get("language") == "code" and not plan.pii_in_code:
+        return doc["text"], {}
+    return scrub_pii(doc["text"])
+
+
+def has_allowed_length(text, work):
+    """Whether a text has --min_tokens to --max_tokens tokens, <s> and </s> included."""
+    least, most = work.plan.min_tokens, work.plan.max_tokens
+    if not least and not most:
+        return True
+    tokens = 2 + len(work.rules.tok.encode_array(text))
+    return least <= tokens <= (most or tokens)
+
+
+def source_of(doc, plan):
+    """The source of a document: its column --source_by, "none" if that is empty; without --source_by the folder."""
+    source = doc.get(plan.source_by) if plan.source_by else plan.name
+    return "none" if source in (None, "") else writable(str(source))
 
 
 @lru_cache
@@ -350,37 +387,37 @@ def sifted(work, number):
 
 def table_of(rows, work):
     """Rows of the ledger as a table, with null where a later stage fills in, and with more columns for judge()."""
-    more = [("group", pyarrow.int32()), *((name, pyarrow.uint64()) for name in ("id_hash", *work.rules.bands))]
-    return pyarrow.Table.from_pylist(rows, pyarrow.schema([*ledger.schema(), *more]))
+    columns = [("group", pyarrow.int32()), *((name, pyarrow.uint64()) for name in ("id_hash", *work.rules.bands))]
+    return pyarrow.Table.from_pylist(rows, pyarrow.schema([*ledger.schema(), *columns]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the rules about all documents
 
 
-def decide(work, n):
+def find_duplicates(work, n):
     """
     Find duplicates among the first n groups, and duplicates and withdrawn documents of --known. Returns the rows of
     these groups, a table with the columns that are needed here, and their reasons, an object array.
 
     Memory: about 180 bytes per document, 230 with near-duplicates.
     """
-    rows = read(["reason", "source", "text", *PLACE, *["id", "url"] * bool(work.known)], work, n)
+    rows = read(["reason", "source", "text", *PLACE, *["id", "url"] * bool(work.plan.known)], work, n)
     reason, text = rows["reason"].to_numpy(), rows["text"].to_numpy()
     # If the corpus had a copy of a planted passage, training would see it more often than planned.
-    before = np.array([dedup.fingerprint(passage["text"]) for passage in work.passages], np.uint64)
-    if work.known:
-        known = pyarrow.concat_tables(ledger.ledger(work.known, ["text", "reason"]))
-        gone = withdrawn_entries(work.known)
-        before = np.append(before, known.filter(pc.field("reason") == "")["text"])
+    earlier = np.array([dedup.fingerprint(passage["text"]) for passage in work.passages], np.uint64)
+    if work.plan.known:
+        known = pyarrow.concat_tables(ledger.ledger(work.plan.known, ["text", "reason"]))
+        withdrawn = withdrawn_entries(work.plan.known)
+        earlier = np.append(earlier, known.filter(pc.field("reason") == "")["text"])
         # Most folders have no withdrawn documents, and a dict for each row would take five times the memory.
-        for i, row in enumerate(rows.select(["id", "url", "text"]).to_pylist() if gone[0] else []):
-            reason[i] = reason[i] or reason_of(row, gone)[0]
-    if work.dedup:
-        reason[(reason == "") & np.isin(text, before)] = "duplicate"
+        for i, row in enumerate(rows.select(["id", "url", "text"]).to_pylist() if withdrawn[0] else []):
+            reason[i] = reason[i] or reason_of(row, withdrawn)[0]
+    if work.plan.dedup:
+        reason[(reason == "") & np.isin(text, earlier)] = "duplicate"
         left = np.flatnonzero(reason == "")
         reason[np.delete(left, np.unique(text[left], return_index=True)[1])] = "duplicate"
-    if work.near_dedup:
+    if work.plan.near_dedup:
         left = np.flatnonzero(reason == "")
         keys = (read([band], work, n)[band].take(left).to_numpy() for band in work.rules.bands)
         reason[left[list(dedup.seen_before(keys))]] = "near-duplicate"
@@ -394,9 +431,9 @@ def read(columns, work, n):
 
 def groups_needed(work, n):
     """How many of the first n groups it takes to keep --max_bytes of text; 0 if n are not enough."""
-    rows, reason = decide(work, n)
+    rows, reason = find_duplicates(work, n)
     size = np.cumsum(np.bincount(rows["group"], rows["written"].to_numpy() * (reason == ""), n))
-    return int(np.searchsorted(size, work.max_bytes)) + 1 if size[-1] >= work.max_bytes else 0
+    return int(np.searchsorted(size, work.plan.max_bytes)) + 1 if size[-1] >= work.plan.max_bytes else 0
 
 
 def judge(number, work):
@@ -405,12 +442,13 @@ def judge(number, work):
     training, one stream after the other. Returns the names of the sources and how many groups were read.
     """
     n = len(work.groups)
-    if work.max_bytes:
-        n = groups_needed(work, next((n for n in range(n) if not work.is_done("sift", n)), n)) or n
-    rows, reason = decide(work, n)
+    if work.plan.max_bytes:
+        sifted_groups = next((n for n in range(n) if not work.is_done("sift", n)), n)
+        n = groups_needed(work, sifted_groups) or n
+    rows, reason = find_duplicates(work, n)
     left = np.flatnonzero(reason == "")
     if not len(left):
-        counts = ", ".join(f"{n:,} {why}" for why, n in Counter(reason).most_common(5))
+        counts = ", ".join(f"{n:,} {name}" for name, n in Counter(reason).most_common(5))
         raise ValueError(f"no document is left ({counts or 'the files are empty'})")
     copies, ends = planted(work), halve(work, *rows.take(left).to_pylist()) if len(left) == 1 else []
     extra = table_of(ends + copies, work)
@@ -420,8 +458,8 @@ def judge(number, work):
     rows = pyarrow.concat_tables(table.select(["source", "text", *PLACE]) for table in (rows, extra))
     # Removed documents have sources too. The planted passages' source is the last.
     sources = sorted(rows["source"].unique().to_pylist(), key=lambda name: (name == "probes" and any(copies), name))
-    if work.source_by not in ("", "file") and sources == ["none"]:
-        raise ValueError(f"source_by={work.source_by}: no document has such a column")
+    if work.plan.source_by not in ("", "file") and sources == ["none"]:
+        raise ValueError(f"source_by={work.plan.source_by}: no document has such a column")
     rows = rows.take(kept)
     documents = np.zeros(len(kept), DOCUMENT)
     for name in PLACE:
@@ -436,10 +474,10 @@ def judge(number, work):
 
 def validation(rows, work):
     """Whether a row is for validation, by the hash of its text or id: bool (n,). For a single document, its end is."""
-    hashes, whole = rows["id_hash" if work.by_id else "text"].to_numpy(), rows["text"].to_numpy() != 0
+    hashes, whole = rows["id_hash" if work.plan.by_id else "text"].to_numpy(), rows["text"].to_numpy() != 0
     if whole.sum() == 1:
         return ~whole & (rows["group"].to_numpy() != EXTRA)
-    val, least = whole & (hashes / 2.0**64 < work.val_share), hashes == hashes[whole].min()
+    val, least = whole & (hashes / 2.0**64 < work.plan.val_share), hashes == hashes[whole].min()
     # If no hash is below val_share, the document with the smallest hash is for validation, with its copies.
     return val if val.any() or least[whole].all() else whole & least
 
@@ -448,7 +486,7 @@ def halve(work, place):
     """Cut the only kept document after a line break or a space. Returns [row of its end], or [] if it has neither."""
     begin, size, path = place["offset"], place["written"], sifted(work, place["group"])
     rows = read_table(path, filters=[("reason", "=", ""), ("offset", "=", begin)]).to_pylist()
-    end = path.with_suffix(".text").read_bytes()[begin + int(size * (1 - work.val_share)):begin + size]
+    end = path.with_suffix(".text").read_bytes()[begin + int(size * (1 - work.plan.val_share)):begin + size]
     end = end.partition(b"\n")[2] or end.partition(b" ")[2]
     return [rows[0] | NOTHING | dict(offset=begin + size - len(end), written=len(end))] * bool(end)
 
@@ -484,7 +522,7 @@ def texts_of(documents, work):
 def find_vocabulary(number, work):
     """Returns the name that tokenizers.load takes. A vocabulary that is not built in becomes data/tokenizer.json."""
     path = str(work.data / "tokenizer.json")
-    if work.tokenizer:
+    if work.plan.tokenizer:
         tok = work.rules.tok
         if not tok.name.startswith("bpe:"):
             return dict(name=tok.name)
@@ -492,11 +530,11 @@ def find_vocabulary(number, work):
         tok.eos = tok.special.get("</s>", tok.eos)
         tokenizers.write_bpe(tok, path)
     else:
-        tokenizers.train_bpe(some_text(work), work.train_bpe, path)
+        tokenizers.train_bpe(text_for_vocabulary(work), work.plan.train_bpe, path)
     return dict(name=path)
 
 
-def some_text(work):
+def text_for_vocabulary(work):
     """Yield texts of the training split, of all sources alike, until there are BPE_CHARS characters."""
     size = 0
     for bucket in buckets_of(work.documents[np.argsort(work.documents["id_hash"], kind="stable")]):
@@ -535,59 +573,62 @@ def cut_shard(number, work):
 def account(number, work):
     """meta.json, documents.parquet and the report. ValueError: a file has changed since its sha256 was taken."""
     for path, sha in [(file["path"], file["sha256"]) for file in work.checked]:
-        if os.path.isfile(path) and os.path.getmtime(path) > work.began and sha not in (None, sha256(path)):
+        if os.path.isfile(path) and os.path.getmtime(path) > work.plan.began and sha not in (None, sha256(path)):
             raise ValueError(f"{path} has changed while it was read: run the command again")
     tok, name = work.tok, work.tok.name
-    ledger.write_ledger(work.data / ledger.FILE, rows_of_all(work))
+    ledger.write_ledger(work.data / ledger.FILE, ledger_tables(work))
     streams = {source: {split: [] for split in SPLITS} for source in work.result("judge")["sources"]}
     for shard, entry in zip(work.shards, work.results("cut")):
         streams[shard["source"]][shard["split"]].append(entry)
     if (work.data / "tokenizer.json").exists():
         name = "tokenizer.json"
     meta = dict(tokenizer=name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
-    ledger.write_account(work.data, meta, streams, about(work, name))
-    if not work.dry_run:
+    if work.passages:
+        # studies/memorize.py reads it.
+        passages = [dict(passage, ids=tok.encode(passage["text"])) for passage in work.passages]
+        write_json(work.data / "probes.json", dict(tokenizer_hash=tok.hash, probes=passages))
+    ledger.write_report(work.data, meta, streams, facts_of(work, name))
+    if not work.plan.dry_run:
         verify(work.data)
 
 
-def about(work, name):
-    """The part of the report about the run, its files and its settings. Writes probes.json. name: of the vocabulary."""
+def facts_of(work, tokenizer):
+    """The part of the report about the run, its files and its settings. tokenizer: the name of the vocabulary."""
+    plan, robots = work.plan, work.robots
     commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
-    read = {file["name"] for group in work.groups[:work.result("judge")["groups"]] for file, _ in group}
-    inputs = [{key: file[key] for key in ("name", "path", "bytes", "sha256", "problem")} for file in work.checked]
-    for file in inputs:
-        if work.max_bytes and file["name"] not in read:
-            file["problem"] = file["problem"] or "not read: --max_bytes was reached"
-    robots = work.rules.robots
-    planted = None
-    if work.passages:
-        passages = [dict(passage, ids=work.tok.encode(passage["text"])) for passage in work.passages]
-        # studies/memorize.py reads it.
-        write_json(work.data / "probes.json", dict(tokenizer_hash=work.tok.hash, probes=passages))
-        planted = dict(
-            file=work.probes, passages=len(passages), repetitions=work.repetitions,
-            documents=sum(passage["repetitions"] for passage in passages))
-    of = "sha256 of its id" if work.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
+    hashed = "sha256 of its id" if plan.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
     return dict(
         run=dict(
-            out=work.out,
-            command=work.command,
-            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(work.began)),
+            out=plan.out,
+            command=plan.command,
+            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(plan.began)),
             code=commit if len(commit) == 40 else None,
-            tokenizer=name),
-        inputs=inputs,
-        ignored=work.ignored,
-        rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {work.val_share}; if none "
-        "is, the one with the least; of a single document its end.",
-        pii=dict(scrubbed=work.pii, in_code=work.pii_in_code),
-        probes=planted,
+            tokenizer=tokenizer),
+        inputs=described_inputs(work),
+        ignored=plan.ignored,
+        rule=f"A document is for validation where 64 bits of the {hashed} over 2^64 are below {plan.val_share}; if "
+        "none is, the one with the least; of a single document its end.",
+        pii=dict(scrubbed=plan.pii, in_code=plan.pii_in_code),
+        probes=dict(
+            file=plan.probes, passages=len(work.passages), repetitions=plan.repetitions,
+            documents=sum(passage["repetitions"] for passage in work.passages)) if work.passages else None,
         robots=robots and dict(
-            store=work.robots or work.blocked, agents=robots["agents"], missing=work.missing,
-            only_explicit=work.agents_no_star, **ledger.opt_outs(work.data, robots["store"])),
+            store=plan.robots or plan.blocked, agents=robots["agents"], missing=plan.missing,
+            only_explicit=plan.agents_no_star, **ledger.opt_outs(work.data, robots["store"])),
     )
 
 
-def rows_of_all(work):
+def described_inputs(work):
+    """[{name, path, bytes, sha256, problem}] of all files, for the report."""
+    read = {file["name"] for group in work.groups[:work.result("judge")["groups"]] for file, _ in group}
+    inputs = [{key: file[key] for key in ("name", "path", "bytes", "sha256", "problem")} for file in work.checked]
+    for file in inputs:
+        if work.plan.max_bytes and file["name"] not in read:
+            file["problem"] = file["problem"] or "not read: --max_bytes was reached"
+    return inputs
+
+
+def ledger_tables(work):
     """Yield the rows of all groups as tables of the ledger."""
     documents, shards = work.documents, pyarrow.Table.from_pylist(work.shards)
     paths = [work.folder / "tokens" / f"{n}.counts" for n in range(len(work.buckets))]
@@ -604,11 +645,11 @@ def rows_of_all(work):
     done = 0
     for number in [*range(work.result("judge")["groups"]), EXTRA]:
         rows = read_table(sifted(work, number))
-        mine = place[done:done + len(rows)]
-        kept = where.take(pyarrow.array(mine, mask=mine < 0))
-        columns = {name: some[name] for some in (rows, kept) for name in some.column_names}
+        places = place[done:done + len(rows)]
+        kept = where.take(pyarrow.array(places, mask=places < 0))
+        columns = {name: table[name] for table in (rows, kept) for name in table.column_names}
         for name in ("tokens", "written", *TAGS):
-            columns[name] = pc.if_else(mine >= 0, columns[name], 0)
+            columns[name] = pc.if_else(places >= 0, columns[name], 0)
         columns["reason"] = reasons[done:done + len(rows)]
         done += len(rows)
         yield pyarrow.table(columns)
@@ -618,14 +659,14 @@ def rows_of_all(work):
 # all of them
 
 STAGES = dict(
-    check=(lambda work: min(32, len(work.files)), check_files),
-    scores=(lambda work: len(work.groups) * bool(work.score_field), score_group),
-    thresholds=(lambda work: bool(work.score_field), find_thresholds),
+    check=(lambda work: min(32, len(work.plan.files)), check_files),
+    scores=(lambda work: len(work.groups) * bool(work.plan.score_field), score_group),
+    thresholds=(lambda work: bool(work.plan.score_field), find_thresholds),
     sift=(lambda work: len(work.groups), sift),
     judge=(lambda work: 1, judge),
     vocabulary=(lambda work: 1, find_vocabulary),
     tokens=(lambda work: len(work.buckets), tokenize_bucket),
-    cut=(lambda work: len(work.shards) * (not work.dry_run), cut_shard),
+    cut=(lambda work: len(work.shards) * (not work.plan.dry_run), cut_shard),
     account=(lambda work: 1, account),
 )
 
@@ -636,11 +677,11 @@ def do(stage, number, folder):
     if work.is_done(stage, number):
         return
     (folder / stage).mkdir(exist_ok=True)
-    found = STAGES[stage][1](number, work)
-    if found is not None:
+    result = STAGES[stage][1](number, work)
+    if result is not None:
         # No fsync: it would wait for all text of the piece, and a killed process loses nothing without it.
         path = folder / stage / f"{number}.tmp"
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(result))
         path.replace(path.with_suffix(".json"))
 
 

@@ -28,7 +28,7 @@ def samples_of(data, path, offset, n, until):
         stages = zip(data.begins, data.ends, data.parts)
         parts = [begin + samples_of(part, path, offset, n, min(until, end) - begin) for begin, end, part in stages]
         return np.concatenate(parts)
-    path, found = os.path.realpath(path), [np.zeros(0, np.int64)]
+    path, parts = os.path.realpath(path), [np.zeros(0, np.int64)]
     places = [(s, begin + offset) for s, stream in enumerate(data.streams)
               for (file, _), begin in zip(stream.files, stream.begins) if os.path.realpath(file) == path]
     for at in range(0, until, CHUNK):
@@ -37,8 +37,8 @@ def samples_of(data, path, offset, n, until):
         for s, begin in places:
             # Window w has the tokens w * T to w * T + T.
             ahead = begin - window * data.T
-            found.append(samples[(stream == s) & (ahead <= data.T) & (ahead + n > 0)])
-    return np.unique(np.concatenate(found))
+            parts.append(samples[(stream == s) & (ahead <= data.T) & (ahead + n > 0)])
+    return np.unique(np.concatenate(parts))
 
 
 def data_of_run(config, samples):

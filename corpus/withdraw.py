@@ -22,7 +22,7 @@ import numpy as np
 from corpus.audit import verify
 from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish
-from corpus.ledger import FILE, added, changed, counted, rows_of, write_account, write_ledger
+from corpus.ledger import FILE, added, changed, counted, rows_of, write_ledger, write_report
 from corpus.robots import host_key, open_robots, refusal
 from corpus.shards import shards_of, write_shard
 from engine import readers
@@ -39,9 +39,9 @@ def withdraw(path, out, final, tmp):
     meta, report = verify(final)
     if any(os.path.dirname(shard["file"]) for shard in shards_of(meta)):
         raise ValueError(f"{out} was joined from other folders: remove from these, and join them again")
-    rows, absent = choose(final, out, read_list(path, report["robots"]))
+    rows, unknown = choose(final, out, read_list(path, report["robots"]))
     if not rows:
-        raise ValueError(f"{path}: {absent or f'none of it is in {out}'}. Nothing was removed")
+        raise ValueError(f"{path}: {unknown or f'none of it is in {out}'}. Nothing was removed")
     # A killed run may have left the work of other data.
     empty(tmp)
     new = tmp / "data"
@@ -49,14 +49,14 @@ def withdraw(path, out, final, tmp):
     streams = cut(final, new, meta, rows)
     for name in {"tokenizer.json", "probes.json"} & {*os.listdir(final)}:
         shutil.copy(final / name, new)
-    report = write_account(new, meta, streams, report)
+    report = write_report(new, meta, streams, report)
     verify(new)
     publish(final, tmp)
     clear(tmp)
     print(f"{out}: {counted(len(rows), 'document')} ({counted(added(rows.values(), 'tokens'), 'token')}) removed, "
           f"{report['total']['documents']:,} stay; version {meta['version'][:16]} is now {report['version'][:16]}")
-    if absent:
-        raise ValueError(f"{path}: {absent}. The documents of all other entries were removed")
+    if unknown:
+        raise ValueError(f"{path}: {unknown}. The documents of all other entries were removed")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -65,32 +65,44 @@ def withdraw(path, out, final, tmp):
 
 def read_list(path, robots):
     """
-    The entries of a list, as reason_of() takes them. robots: the "robots" of report.json, whose agents and rules a new
-    store is read with; or None.
+    The entries of a list, as reason_of() takes them: (a set of entries, the arguments of robots.verdict()).
+
+    robots: the "robots" of report.json, whose agents and rules a new store is read with; or None.
     """
-    entries, store = set(), None
     if os.path.isdir(path):
-        store = open_robots(path)
+        entries, store = set(), open_robots(path)
     elif readers.kind_of(path) in (None, "text", "html"):
-        for line, in readers.rows_of(path):
-            entries |= {("id", line), ("url", line)}
-            # A line that looks like a host may be one.
-            if re.fullmatch(r"[^/: ]*\.[^/: ]*", line):
-                entries.add(("host", line))
+        entries, store = entries_of_lines(path), None
     else:
-        for number, row in enumerate(readers.records(path), 1):
-            if "domain" in row and {"content", "robots"} & row.keys():
-                store = open_robots(path)
-                break
-            key = next((key for key in ("id", "url", "host", "text") if row.get(key)), None)
-            if not key or not isinstance(row[key], str):
-                raise ValueError(f"{path} row {number}: want an id, url, host or text, or domain and content of a "
-                                 "robots.txt")
-            entries.add((key, fingerprint(row[key]) if key == "text" else row[key]))
-    how = blocking(entries)
+        entries, store = entries_of_rows(path)
+    verdict = blocking(entries)
     if store and robots:
-        how |= dict(agents=robots["agents"], missing=robots["missing"], explicit=robots["only_explicit"])
-    return entries, dict(how, store=store)
+        verdict |= dict(agents=robots["agents"], missing=robots["missing"], explicit=robots["only_explicit"])
+    return entries, dict(verdict, store=store)
+
+
+def entries_of_lines(path):
+    """The entries of a text file: a line may be an id or a URL, and a host if it looks like one."""
+    entries = set()
+    for line, in readers.rows_of(path):
+        entries |= {("id", line), ("url", line)}
+        if re.fullmatch(r"[^/: ]*\.[^/: ]*", line):
+            entries.add(("host", line))
+    return entries
+
+
+def entries_of_rows(path):
+    """(entries, store) of a file of rows: ids, URLs, hosts and texts, and no store; or a store of robots.txt."""
+    entries = set()
+    for number, row in enumerate(readers.records(path), 1):
+        if "domain" in row and {"content", "robots"} & row.keys():
+            return set(), open_robots(path)
+        key = next((key for key in ("id", "url", "host", "text") if row.get(key)), None)
+        if not key or not isinstance(row[key], str):
+            raise ValueError(f"{path} row {number}: want an id, url, host or text, or domain and content of a "
+                             "robots.txt")
+        entries.add((key, fingerprint(row[key]) if key == "text" else row[key]))
+    return entries, None
 
 
 def blocking(entries):
@@ -108,9 +120,9 @@ def withdrawn_entries(folder):
     entries = set()
     for row in rows_of(folder, ["id", "url", "text", "reason", "withdrawn"]):
         if row["withdrawn"]:
-            why = row["reason"].split(":")[1]
+            matched = row["reason"].split(":")[1]
             row["host"] = host_key(row["url"])
-            entries |= {(key, row[key]) for key in {"text", "url", why} & row.keys() if row[key]}
+            entries |= {(key, row[key]) for key in {"text", "url", matched} & row.keys() if row[key]}
     for row in rows_of(folder, ["url", "reason"]) if entries else ():
         # Other documents of the same URL may stay: parts of a page, or of a data set.
         if not row["reason"]:
@@ -118,59 +130,72 @@ def withdrawn_entries(folder):
     return entries, blocking(entries)
 
 
-def reason_of(row, asked):
+def reason_of(row, removals):
     """
-    (why a row is removed, the entry of the list); ("", None) if it is not.
+    (the reason for which a row is removed, the entry of the list); ("", None) if it is not.
 
-    asked: (entries, robots), a set of ("id", ...), ("url", ...), ("host", ...) and ("text", fingerprint), and the
+    removals: (entries, verdict), a set of ("id", ...), ("url", ...), ("host", ...) and ("text", fingerprint), and the
     arguments of robots.verdict(), where hosts are blocked.
     """
-    entries, robots = asked
+    entries, verdict = removals
     for key in ("id", "url", "text"):
         if (key, row[key]) in entries:
             return f"withdrawn:{key}", row[key]
-    why = refusal(dict(url=row["url"]), robots)
-    if not why:
+    reason = refusal(dict(url=row["url"]), verdict)
+    if not reason:
         return "", None
-    kind, _, entry = why.partition(":")
-    return f"withdrawn:{'host' if kind == 'blocked-domain' else why}", entry
+    rule, _, entry = reason.partition(":")
+    return f"withdrawn:{'host' if rule == 'blocked-domain' else reason}", entry
 
 
-def choose(final, out, asked):
+def choose(final, out, removals):
     """
     ({(shard, offset): row to remove, with its reason}, a sentence about entries that were never there, or "").
 
-    Only ids, and lines that are no URL, are reported as unknown: a list of URLs may cover several folders.
+    ValueError: a source would become empty.
     """
-    rows, used, left, copies = {}, set(), set(), set()
+    removed, matched, copies, others = {}, set(), set(), set()
     for row in rows_of(final):
-        why, entry = reason_of(row, asked)
-        if why and row["reason"] == "duplicate":
+        reason, entry = reason_of(row, removals)
+        if reason and row["reason"] == "duplicate":
             copies.add(row["text"])
         # Planted passages stay.
         if row["reason"] and not row["withdrawn"] or row["source"] == "probes" and not row["bytes"]:
             continue
-        if not why:
-            left.add((row["source"], row["split"]))
+        if not reason:
+            others.add((row["source"], row["split"]))
             continue
         # An entry that was withdrawn before is not unknown.
-        used.add(entry)
+        matched.add(entry)
         if not row["withdrawn"]:
-            rows[row["shard"], row["offset"]] = dict(row, reason=why)
+            removed[row["shard"], row["offset"]] = dict(row, reason=reason)
+    report_copies(final, copies, removed)
+    for source, split in {(row["source"], row["split"]) for row in removed.values()} - others:
+        raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
+                         "without these. Nothing was removed")
+    return removed, unknown_entries(removals[0], matched, out)
+
+
+def report_copies(final, copies, removed):
+    """Print how many documents stay whose text is that of a removed duplicate: they have another id."""
     stay = [row["id"] for row in rows_of(final) if row["text"] in copies and not row["reason"]
-            and (row["shard"], row["offset"]) not in rows]
+            and (row["shard"], row["offset"]) not in removed]
     if stay:
         print(f"{counted(len(stay), 'text')} of the list kept under another id, such as {stay[0]}: "
               "name that id as well to remove it")
-    for source, split in {(row["source"], row["split"]) for row in rows.values()} - left:
-        raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
-                         "without these. Nothing was removed")
-    names = {name for key, name in asked[0] if key == "id" and "://" not in name}
-    absent = sorted(name for name in names if not {name, bare(name)} & used)
-    if not absent:
-        return rows, ""
-    more = f" (and {len(absent) - 1:,} more)" if len(absent) > 1 else ""
-    return rows, f"{absent[0]!r}{more} is not among the kept documents of {out}"
+
+
+def unknown_entries(entries, matched, out):
+    """
+    A sentence about the entries that matched no document, or "". Only ids, and lines that are no URL, count: a list of
+    URLs may cover several folders.
+    """
+    names = {name for key, name in entries if key == "id" and "://" not in name}
+    unknown = sorted(name for name in names if not {name, bare(name)} & matched)
+    if not unknown:
+        return ""
+    others = f" (and {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
+    return f"{unknown[0]!r}{others} is not among the kept documents of {out}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
+from engine import gpus
 from engine.files import flush, make_folder, sha256, sha256_of, write_flushed
 from engine.parallel import launched, local
 
@@ -49,18 +50,19 @@ def rank_in(group):
     return group.rank() if group else 0
 
 
-def on_all_ranks(do, group):
+def on_all_ranks(function, group):
     """
-    Run do() on every rank, and return the list of their results. If it fails on any rank, all raise OSError with the
-    first error. Every rank of the group must call this.
+    Run function() on every rank, and return the list of their results. If it fails on any rank, all raise OSError with
+    the first error. Every rank of the group must call this.
     """
-    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.checkpoint import CheckpointException  # here, since it takes a second
 
     try:
-        result = do()
-    # torch wraps the error of a full disk in a CheckpointException, which is a BaseException.
-    except (Exception, CheckpointException) as e:          # of any kind: the others would wait for this rank
-        result = OSError((str(e) or repr(e)).splitlines()[-1])
+        result = function()
+    # Any error, since the other ranks would wait for this one. torch wraps that of a full disk in a
+    # CheckpointException, which is a BaseException.
+    except (Exception, CheckpointException) as error:
+        result = OSError((str(error) or repr(error)).splitlines()[-1])
     results = gather(result, group)
     for error in results:
         if isinstance(error, OSError):
@@ -77,8 +79,8 @@ def steps_in(folder):
         return []
 
 
-def sealed(manifest):
-    """The manifest as a text with its own sha256. To check one, seal it again and compare all of the text."""
+def seal_manifest(manifest):
+    """Return the manifest as text with its own sha256. To check one, seal it again and compare all of the text."""
     return json.dumps(dict(sha256=sha256_of(manifest), manifest=manifest), sort_keys=True, indent=1)
 
 
@@ -94,7 +96,7 @@ def tensors_of(model, optimizer=None):
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     tensors = {f"model/{name}": p.detach() for p, name in names.items()}
     for p, state in optimizer.state.items() if optimizer else ():
-        tensors |= {f"{kind}/{names[p]}": value.detach() for kind, value in state.items()}
+        tensors |= {f"{moment}/{names[p]}": value.detach() for moment, value in state.items()}
     return tensors
 
 
@@ -113,19 +115,20 @@ def write(folder, step, tensors, info, keep, spare, group):
     tmp = f"{final}.tmp"
     files = {}
 
-    def write_my_part():
-        """The sha256 of each file of this rank, once it is on disk."""
-        writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True, fqn_to_index_mapping=into_files(tensors))
+    def write_shards():
+        """Write the files of this rank to disk, and return {file: sha256}."""
+        writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True, fqn_to_index_mapping=assign_files(tensors))
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-        mine = glob.glob(f"shard-{rank + 1:05d}-*", root_dir=tmp)
-        for file in mine:
+        shards = glob.glob(f"shard-{rank + 1:05d}-*", root_dir=tmp)
+        for file in shards:
             flush(f"{tmp}/{file}")
-        return {file: sha256(f"{tmp}/{file}") for file in mine}
+        return {file: sha256(f"{tmp}/{file}") for file in shards}
 
     def publish():
+        """Write the manifest, and give the folder its final name."""
         if rank == 0:
             # write_flushed flushes the folder as well, and with it the names of all shards.
-            write_flushed(f"{tmp}/manifest.json", sealed(dict(step=step, files=files, **info)))
+            write_flushed(f"{tmp}/manifest.json", seal_manifest(dict(step=step, files=files, **info)))
             shutil.rmtree(final, ignore_errors=True)
             os.rename(tmp, final)
             flush(folder)
@@ -134,32 +137,32 @@ def write(folder, step, tensors, info, keep, spare, group):
     try:
         # By itself, since DCP's own messages would wait for a rank that fails before them.
         on_all_ranks(lambda: make_folder(tmp), group)
-        for hashes in on_all_ranks(write_my_part, group):
+        for hashes in on_all_ranks(write_shards, group):
             files |= hashes
         on_all_ranks(publish, group)
-    except OSError as e:
+    except OSError as error:
         if rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)
-        raise OSError(f"checkpoint of step {step} was not written to {folder}: {e}") from None
+        raise OSError(f"checkpoint of step {step} was not written to {folder}: {error}") from None
 
 
-FILE = 2**28                       # most bytes in a file of a checkpoint, unless a single tensor is larger
+FILE_BYTES = 2**28      # at most in a file of a checkpoint, unless a single tensor is larger
 
 
-def into_files(tensors):
+def assign_files(tensors):
     """
-    {name: the number of its file, from 1}: in order, files of at most FILE bytes, or of the largest tensor's.
+    {name: the number of its file, from 1}: in order, files of at most FILE_BYTES, or of the largest tensor's bytes.
 
     Before it writes a file, DCP copies its bytes twice in memory. With one file for all tensors of the 8B
     and its states that would be 258 GB; with these files it is twice the largest tensor, 4 GB.
     """
     sizes = {name: local(t).nbytes for name, t in tensors.items()}
-    most = max(FILE, *sizes.values())
-    files, number, left = {}, 1, most
+    limit = max(FILE_BYTES, *sizes.values())
+    files, number, room = {}, 1, limit
     for name, size in sizes.items():
-        if size > left:
-            number, left = number + 1, most
-        left -= size
+        if size > room:
+            number, room = number + 1, limit
+        room -= size
         files[name] = number
     return files
 
@@ -193,29 +196,25 @@ class Saver:
         if torch.cuda.is_initialized():
             self.thread.submit(torch.cuda.set_device, torch.cuda.current_device())
 
-    def say(self, text):
-        if rank_in(self.group) == 0:
-            print(text)
-
     def save(self, step, model, optimizer, info, spare=0):
+        """Save, or begin to save, a checkpoint after the last save has ended. info, spare: as in write()."""
         # Not in the thread alone, since torch.compile may import modules meanwhile.
         import torch.distributed.checkpoint  # noqa: F401
-
-        from engine.gpus import free_on_host
 
         self.wait()
         tensors = tensors_of(model, optimizer)
         # All ranks of this node copy their tensors to the same host.
-        need = (launched() or [1])[-1] * sum(local(t).nbytes for t in tensors.values())
+        ranks_here = launched()[-1] if launched() else 1
+        size = ranks_here * sum(local(t).nbytes for t in tensors.values())
         # All ranks or none: the others would train on, and wait in a collective for one that writes first.
-        behind = all(gather(need < 0.9 * (free_on_host() or math.inf), self.group))
-        if behind:
+        in_background = all(gather(size < 0.9 * (gpus.free_on_host() or math.inf), self.group))
+        if in_background:
             # Copies that later steps do not change. Of a DTensor, each rank copies its shard.
             tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
         self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, spare, self.group)
-        if not behind:
-            self.say(f"the host has no room for a copy of the tensors to save, {need / 1e9:.1f} GB: "
-                     "training waits while a checkpoint is written")
+        if not in_background:
+            self.print_once(f"the host has no room for a copy of the tensors to save, {size / 1e9:.1f} GB: "
+                            "training waits while a checkpoint is written")
             self.wait()
 
     def wait(self):
@@ -226,14 +225,20 @@ class Saver:
         try:
             last.result()
             self.failures = 0
-        except OSError as e:
+        except OSError as error:
             self.failures += 1
             if self.failures >= self.patience:
-                raise OSError(f"{e} (failed {self.failures} times in a row; "
+                raise OSError(f"{error} (failed {self.failures} times in a row; "
                               "free some space, then --resume continues)") from None
-            self.say(f"{e} (failure {self.failures} of {self.patience}; training continues until the next checkpoint)")
+            self.print_once(f"{error} (failure {self.failures} of {self.patience}; "
+                            "training continues until the next checkpoint)")
 
     def finish(self):
         """Wait for the last save. OSError if it is not on disk."""
         self.patience = 1
         self.wait()
+
+    def print_once(self, text):
+        """Print a line on the first rank."""
+        if rank_in(self.group) == 0:
+            print(text)

@@ -28,13 +28,13 @@ import torch  # noqa: E402
 
 def pick_device(device):
     """The name of a device; "auto" is the first of cuda, mps and cpu. ValueError if this machine has no such device."""
-    known = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    here = [kind for kind in known if known[kind]]
+    works = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    available = [name for name in works if works[name]]
     if device == "auto":
-        return here[0]
-    if device.split(":")[0] in here:
+        return available[0]
+    if device.split(":")[0] in available:
         return device
-    raise ValueError(f"device={device!r} is not here: there is {', '.join(here)}")
+    raise ValueError(f"device={device!r} is not here: there is {', '.join(available)}")
 
 
 def pick_dtype(dtype, device):
@@ -49,10 +49,10 @@ def pick_dtype(dtype, device):
     if dtype != "auto":
         return getattr(torch, dtype)
     if device.startswith("cuda"):
-        has = torch.cuda.is_bf16_supported(including_emulation=False)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has = device == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if has else torch.float32
+        has_bf16 = device == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def can_compile(device):

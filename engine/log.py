@@ -22,10 +22,14 @@ class Log:
         self.writers = []                                  # functions that take an entry, a dict
         self.bar = tqdm(disable=True)
         self.speeds = []                                   # tokens/s of each step of this process
-        self.flops_per_token = None                        # on this rank; None: not a GPU
+        self.flops_per_token = None
 
-    def open(self, start, end):
-        """Begin with step `start` of `end`. Lines of steps from there on, which will be repeated, are removed."""
+    def open(self, start, end, flops_per_token=None):
+        """
+        Begin with step `start` of `end`. Lines of steps from there on, which will be repeated, are removed.
+        flops_per_token: of training, on this rank, if it is a GPU: then each entry says how well it is used.
+        """
+        self.flops_per_token = flops_per_token
         if not self.is_main:
             return
         path = f"{self.out}/log.jsonl"
@@ -40,10 +44,6 @@ class Log:
             import wandb
             wandb.init(project="nanoapertus", name=os.path.basename(self.out), config=settings)
             self.writers.append(lambda entry: wandb.log(entry, step=entry["step"]))
-
-    def measure_gpu(self, flops_per_token):
-        """Add the use of the GPU to each entry. flops_per_token: of training, on this rank."""
-        self.flops_per_token = flops_per_token
 
     # -----------------------------------------------------------------------------
     # entries

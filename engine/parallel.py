@@ -62,6 +62,25 @@ def check_split(what, parts, **wholes):
             raise ValueError(f"{what}={parts} does not divide {name}={n}: take a divisor of that")
 
 
+def choose_mode(mode, exact, is_launched, size, node):
+    """
+    The mode of a run of `size` processes, `node` of them on this node: none | ddp | fsdp | hsdp. ValueError for a mode
+    that these processes cannot have.
+    """
+    if mode == "auto":
+        mode = "hsdp" if size > node else "fsdp" if size > 1 else "none"
+    if mode != "none" and not is_launched:
+        raise ValueError(f"parallel={mode} wants a launcher: torchrun --nproc_per_node=2 train.py ... "
+                         f"--parallel={mode}; one process alone is parallel=none")
+    if mode == "none" and size > 1:
+        raise ValueError(f"{size} processes were started and parallel=none is one: "
+                         "say --parallel=ddp or --parallel=fsdp")
+    if exact and mode == "ddp":
+        raise ValueError("exact=True adds gradients in fp64, which FSDP can and DDP cannot: take --parallel=fsdp")
+    # Even one process needs sharding, whose gradients are fp64 before they are added.
+    return "fsdp" if exact and mode == "none" else mode
+
+
 class Ranks:
     """
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
@@ -74,22 +93,15 @@ class Ranks:
 
     def __init__(self, mode="none", exact=False, shard=0, P=1):
         # A single process inside a Slurm job has srun's variables too. With mode none only torchrun's count.
-        found = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
-        self.rank, self.size, self.local, node = found or (0, 1, 0, 1)
-        if mode == "auto":
-            mode = "hsdp" if self.size > node else "fsdp" if self.size > 1 else "none"
-        if mode != "none" and not found:
-            raise ValueError(f"parallel={mode} wants a launcher: torchrun --nproc_per_node=2 train.py ... "
-                             f"--parallel={mode}; one process alone is parallel=none")
-        if mode == "none" and self.size > 1:
-            raise ValueError(f"{self.size} processes were started and parallel=none is one: "
-                             "say --parallel=ddp or --parallel=fsdp")
-        if exact and mode == "ddp":
-            raise ValueError("exact=True adds gradients in fp64, which FSDP can and DDP cannot: take --parallel=fsdp")
-        self.mode = "fsdp" if exact and mode == "none" else mode
+        ids = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
+        self.rank, self.size, self.local, node = ids or (0, 1, 0, 1)
+        self.mode = choose_mode(mode, exact, is_launched=bool(ids), size=self.size, node=node)
         self.exact = exact
         self.is_main = self.rank == 0
         self.sharded = self.mode in ("fsdp", "hsdp")
+        # How many ranks share one copy of the weights, and how many copies there are.
+        self.shard = self.replicas = 1
+        self.shard_over(dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1))
         # Which samples this rank reads: part `group` of `groups`. P neighbours that share each window are one group, in
         # which this rank computes part `part` of the positions (engine/sequence.py).
         check_split("sequence_parallel", P, processes=self.size)
@@ -98,9 +110,6 @@ class Ranks:
                              "round differently: leave it out, or take --sequence_parallel=1")
         self.P, self.groups = P, self.size // P
         self.group, self.part = divmod(self.rank, P)
-        # How many ranks share one copy of the weights, and how many copies there are.
-        self.shard = self.replicas = 1
-        self.shard_over(dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1))
         # From join() to leave(): the process groups that write checkpoints, agree on flags and share a window; the
         # mesh, the device.
         self.files = self.talk = self.window = self.mesh = self.device = None

@@ -47,19 +47,19 @@ def entries(folder):
         yield from filter(None, map(read_entry, f))
 
 
-def points(folder, panels, x_axis):
+def read_points(folder, panels, x_axis):
     """{key of a panel: x and y, (2, n)} of a run, without empty panels. ValueError if all are empty."""
-    found = defaultdict(list)
+    points = defaultdict(list)
     for entry in entries(folder):
         entry["minutes"] = entry.get("val_bpb")
         for key in panels:
             point = entry.get("seconds" if key == "minutes" else x_axis), entry.get(key)
             # A loss that is not finite is null in the log.
             if {*map(type, point)} <= {int, float}:
-                found[key].append(point)
-    if not found:
+                points[key].append(point)
+    if not points:
         raise ValueError(f"{folder}/log.jsonl has no numbers yet: wait for the run's first step")
-    return {key: np.transpose(pairs) for key, pairs in found.items()}
+    return {key: np.transpose(pairs) for key, pairs in points.items()}
 
 
 def pyplot():
@@ -75,40 +75,43 @@ def pyplot():
     return plt
 
 
-def finish(figure, picture):
+def finish(figure, path):
     """Write a figure to a file, whose folder is made if need be, and free it. Replaces an older file."""
-    make_folder(Path(picture).parent)
+    make_folder(Path(path).parent)
     # In a downloaded folder it may be a link, whose target must stay as it is.
-    Path(picture).unlink(missing_ok=True)
-    figure.savefig(picture, dpi=110)
+    Path(path).unlink(missing_ok=True)
+    figure.savefig(path, dpi=110)
     pyplot().close(figure)
 
 
-def curves(folders, picture, panels=PANELS):
+def draw_curve(axis, points, unit, colour, name):
+    """Draw x and y, (2, n), of one run: a line, a band, and the last value in the legend. unit: x of the log per x."""
+    # At most 100 groups of neighbouring points.
+    groups = np.array_split(points, min(points.shape[1], 100), axis=1)
+    x, low, mean, high = np.transpose([(x.mean() / unit, y.min(), y.mean(), y.max()) for x, y in groups])
+    axis.fill_between(x, low, high, color=colour, alpha=0.2)
+    axis.plot(x, mean, color=colour, marker="." if len(x) < 100 else "", label=f"{name} {points[1, -1]:.5g}")
+
+
+def curves(folders, path, panels=PANELS):
     """Plot `panels`, {key of the log: title}, of runs over tokens, or steps if one is of posttrain/. A colour a run."""
     x_axis = "step" if any("chat" in settings_of(folder) for folder in folders) else "tokens"
-    runs = [points(folder, panels, x_axis) for folder in folders]
-    shown = [key for key in panels if any(key in found for found in runs)]
+    runs = [read_points(folder, panels, x_axis) for folder in folders]
+    shown = [key for key in panels if any(key in points for points in runs)]
     columns = (len(shown) + 1) // 2
     figure = pyplot().figure(figsize=(5 * columns + 2, 6))
     for place, key in enumerate(shown, 1):
         label, unit = UNITS["seconds" if key == "minutes" else x_axis]
         axis = figure.add_subplot(min(2, len(shown)), columns, place, title=panels[key], xlabel=label)
         axis.grid(alpha=0.2)
-        for n, found in enumerate(runs):
-            if key not in found:
-                continue
-            # At most 100 groups of neighbouring points.
-            groups = np.array_split(found[key], min(found[key].shape[1], 100), axis=1)
-            x, low, mean, high = np.transpose([(x.mean() / unit, y.min(), y.mean(), y.max()) for x, y in groups])
-            axis.fill_between(x, low, high, color=f"C{n}", alpha=0.2)
-            axis.plot(x, mean, color=f"C{n}", marker="." if len(x) < 100 else "",
-                      label=f"{Path(folders[n]).name} {found[key][1, -1]:.5g}")
+        for n, points in enumerate(runs):
+            if key in points:
+                draw_curve(axis, points[key], unit, f"C{n}", Path(folders[n]).name)
         axis.legend()
-    finish(figure, picture)
+    finish(figure, path)
 
 
-def comparable(folders):
+def shared_panels(folders):
     """
     The panels in which runs can be compared: all if they have the same data, bits per byte if only the tokenizer
     differs. ValueError if the validation texts differ, since then no number has a common unit; OSError if a run's data
@@ -117,8 +120,11 @@ def comparable(folders):
     configs = [settings_of(folder) for folder in folders]
     if len({config.get("data_hash") for config in configs}) == 1:
         return PANELS
-    metas = (read_json(f"{config['data']}/meta.json")["sources"] for config in configs)
-    if len({sum(source["val"]["bytes"] for source in sources.values()) for sources in metas}) > 1:
+    sizes = set()                                          # bytes of each validation text
+    for config in configs:
+        sources = read_json(f"{config['data']}/meta.json")["sources"]
+        sizes.add(sum(source["val"]["bytes"] for source in sources.values()))
+    if len(sizes) > 1:
         raise ValueError(f"{', '.join(folders)} are validated on different text: compare runs of one data folder")
     print("other tokenizers on the same text: bits per byte only")
     return dict(val_bpb=PANELS["val_bpb"])
@@ -129,7 +135,7 @@ def main():
         raise ValueError("name one or more run folders: python -m engine.plot out/laptop")
     if not out.endswith((".png", ".pdf", ".svg")):
         raise ValueError(f"--out={out}: want a .png, .pdf or .svg")
-    curves(paths, out, comparable(paths))
+    curves(paths, out, shared_panels(paths))
     print(f"wrote {out}")
 
 

@@ -45,10 +45,11 @@ from pyarrow.parquet import ParquetFile
 from engine.files import read_text
 
 # In order of preference: of a folder on the hub, only files of the first of these kinds that it has are read.
-KINDS = dict(pair.split(":") for pair in """
-.parquet:parquet .jsonl:lines .ndjson:lines .csv:table .tsv:table .json:json
-.txt:text .md:text .markdown:text .rst:text .py:text .html:html .htm:html
-""".split())
+KINDS = {
+    ".parquet": "parquet", ".jsonl": "lines", ".ndjson": "lines", ".csv": "table", ".tsv": "table", ".json": "json",
+    ".txt": "text", ".md": "text", ".markdown": "text", ".rst": "text", ".py": "text",
+    ".html": "html", ".htm": "html",
+}
 WHOLE = ("text", "html")    # kinds of one document a file
 PART = 4 << 20              # bytes of lines in a part
 
@@ -133,7 +134,7 @@ def files_of(path, skip=()):
     return sorted(inner for inner in seen.values() if not os.path.isdir(inner))
 
 
-def why_not(file, name):
+def reason_to_ignore(file, name):
     """Why a file of a folder is not read: "hidden", its ending, ... None if it is read."""
     if "/." in f"/{name}":
         return "hidden"
@@ -153,7 +154,7 @@ def local(path):
         elif os.path.isdir(match):
             for file in files_of(match):
                 name = file[len(match):].replace(os.sep, "/").lstrip("/")
-                yield name, file, why_not(file, name)
+                yield name, file, reason_to_ignore(file, name)
         else:
             raise ValueError(f"{match}: a broken link, or not a file")
 
@@ -166,29 +167,38 @@ def remote(url):
     "train" in their path, if there are any, because the others are for tests.
     """
     fs, root = fsspec.url_to_fs(url)
-    revision = ""
+    commit = ""
     if url.startswith("hf://"):
-        named = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)@?([^/]*)/?(.*)", url)
-        if not named:
-            raise ValueError(f"{url}: want hf://datasets/OWNER/NAME, with /FOLDER, /FILES.parquet or a pattern")
-        repo, revision, inside = named.groups()
-        # Pin one commit, so that a push during the run does not mix two versions.
-        revision = "@" + fs._api.dataset_info(repo, revision=revision or None).sha
-        root = f"datasets/{repo}{revision}/{inside}"
+        commit, root = pinned(fs, url)
     for pattern in (root, root.rstrip("/") + "/**/*"):
-        found = sorted(filter(fs.isfile, fs.glob(pattern)))
-        read = set(filter(kind_of, found))
-        if read:
+        files = sorted(filter(fs.isfile, fs.glob(pattern)))
+        readable = set(filter(kind_of, files))
+        if readable:
             break
-    folder = "datasets" if revision else os.path.dirname(re.split(r"[*?[]", pattern)[0])
-    if revision:
-        best = min(map(kind_of, read), key=list(KINDS.values()).index, default=None)
-        read = {file for file in read if kind_of(file) == best}
-        if not inside:
-            read = {file for file in read if "train" in file.partition(revision)[2]} or read
-    for file in found:
-        name = file[len(folder):].lstrip("/").replace(revision, "", 1)
-        yield name, fs.unstrip_protocol(file), None if file in read else ending(file)
+    folder = "datasets" if commit else os.path.dirname(re.split(r"[*?[]", pattern)[0])
+    if commit:
+        readable = training_files(readable, commit, whole=root.endswith(f"{commit}/"))
+    for file in files:
+        name = file[len(folder):].lstrip("/").replace(commit, "", 1)
+        yield name, fs.unstrip_protocol(file), None if file in readable else ending(file)
+
+
+def pinned(fs, url):
+    """("@COMMIT", path) of a URL of the hub: one commit, so that a push during the run does not mix two versions."""
+    match = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)@?([^/]*)/?(.*)", url)
+    if not match:
+        raise ValueError(f"{url}: want hf://datasets/OWNER/NAME, with /FOLDER, /FILES.parquet or a pattern")
+    repo, revision, inside = match.groups()
+    commit = "@" + fs._api.dataset_info(repo, revision=revision or None).sha
+    return commit, f"datasets/{repo}{commit}/{inside}"
+
+
+def training_files(files, commit, whole):
+    """Of files of the hub: those of the first kind in KINDS; of a whole data set only those for training, if any."""
+    best = min(map(kind_of, files), key=list(KINDS.values()).index, default=None)
+    files = {file for file in files if kind_of(file) == best}
+    train = {file for file in files if "train" in file.partition(commit)[2]}
+    return whole and train or files
 
 
 def find(paths):
@@ -200,22 +210,22 @@ def find(paths):
     share a name, the second gets the name of its folder in front. ValueError: nothing matches, or two files still share
     a name.
     """
-    found = []
+    candidates = []
     for path in paths:
         with in_one_line(path):
-            named = list(remote(path) if "://" in path else local(path))
-        if not named:
+            matching = list(remote(path) if "://" in path else local(path))
+        if not matching:
             raise ValueError(f"no such file, folder or pattern: {path!r}, or an empty folder")
-        found += named
+        candidates += matching
     # Files to read come first: a file that one path ignores may be named by another.
     files, ignored, seen = {}, {}, set()
-    for name, file, why in sorted(found, key=lambda one: one[2] is not None):
+    for name, file, reason in sorted(candidates, key=lambda candidate: candidate[2] is not None):
         real = os.path.realpath(file)
         if real in seen:
             continue
         seen.add(real)
-        if why:
-            ignored.setdefault(why, []).append(writable(name))
+        if reason:
+            ignored.setdefault(reason, []).append(writable(name))
             continue
         if name in files:
             name = f"{os.path.basename(os.path.abspath(file.removesuffix(name)))}/{name}"
@@ -419,26 +429,26 @@ def rows(file, part, columns=(), errors="surrogateescape"):
                 f.seek(begin)
             text = io.TextIOWrapper(f, "utf-8-sig", errors, newline="\n" if kind == "lines" else "")
             values = dict(lines=text, json=json_values(text), table=table_rows(text, ending(path) == ".tsv"))
-            for number, value in enumerate(itertools.islice(values[kind], lines), number):
+            for n, value in enumerate(itertools.islice(values[kind], lines), number):
                 if value.strip():
-                    yield number, parsed(value)
+                    yield n, parsed(value)
 
 
-def records(path, columns=(), **how):
+def records(path, columns=(), errors="surrogateescape"):
     """Yield the rows of a .parquet, .jsonl, .json, .csv or .tsv as dicts. ValueError: damaged, or a row is no dict."""
     for part in parts_of(dict(path=path)):
-        for number, row in rows(dict(path=path), part, columns, **how):
+        for number, row in rows(dict(path=path), part, columns, errors):
             if isinstance(row, str):
                 raise ValueError(f"{path}, line {number + 1}: not JSON, or no columns: {row}")
             yield row
 
 
-def rows_of(path, *columns, comments=False, **how):
+def rows_of(path, *columns, comments=False, errors="surrogateescape"):
     """
     Yield a list for each row of a file: for each entry of columns, a tuple of names, the value of the first that the
     row has. In a file of text each line that is not empty is a row of one column.
 
-    comments: # begins a comment in a line of text. how: errors, as in rows().
+    comments: # begins a comment in a line of text. errors: as in rows().
     ValueError, one line: the file is damaged, or a row lacks a column.
     """
     if kind_of(path) in (None, *WHOLE):
@@ -447,7 +457,7 @@ def rows_of(path, *columns, comments=False, **how):
             if text:
                 yield [text]
         return
-    for row in records(path, set(itertools.chain(*columns)), **how):
+    for row in records(path, set(itertools.chain(*columns)), errors):
         values = []
         for keys in columns:
             key = next(filter(row.__contains__, keys), None)
@@ -461,23 +471,24 @@ def rows_of(path, *columns, comments=False, **how):
 # documents
 
 
-def document(own, row, text_field):
-    """The document of a row or a problem; own: its "file" and "id". Language and script are joined: deu_Latn."""
+def document(row, file, doc_id, text_field):
+    """The document of a row or a problem in a file. Language and script are joined: deu_Latn."""
     if isinstance(row, str):
-        return dict(own, text=None, problem=row)
+        return dict(file=file, id=doc_id, text=None, problem=row)
     text = row.get(text_field)
     if not isinstance(text, str):
-        return dict(own, text=None, problem=f"a row without text in its column {text_field!r}")
+        return dict(file=file, id=doc_id, text=None, problem=f"a row without text in its column {text_field!r}")
     if row.get("id") is not None:
-        own["id"] = writable(f"{own['file']}:{row['id']}")
-    doc = dict(row, **own, text=writable(text))
+        doc_id = writable(f"{file}:{row['id']}")
+    doc = dict(row, file=file, id=doc_id, text=writable(text))
     for column in filter(row.__contains__, NAMED):
         value = row[column]
         # A list of one name is that name. Of several names we cannot know which one applies.
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         if isinstance(value, (list, dict)):
-            return dict(own, text=None, problem=f"a {column} that is a {type(value).__name__}, not a name")
+            problem = f"a {column} that is a {type(value).__name__}, not a name"
+            return dict(file=file, id=doc_id, text=None, problem=problem)
         doc[column] = None if value is None else writable(str(value))
     language, script = doc.get("language") or doc.get("lang"), doc.get("language_script")
     if language:
@@ -497,8 +508,7 @@ def documents(file, part, text_field="text", columns=()):
     whole = kind in WHOLE or file.get("problem")
     try:
         for number, row in rows(file, part, {text_field, "id", "url", *NAMED, *columns}):
-            own = dict(file=name, id=name if whole else f"{name}:{number}")
-            yield document(own, row, "text" if whole else text_field)
+            yield document(row, name, name if whole else f"{name}:{number}", "text" if whole else text_field)
     except ValueError:
         # check() reads only the footer of a parquet file, so damage of a row group shows here.
         if kind != "parquet" or "://" in file["path"]:

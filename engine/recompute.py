@@ -30,15 +30,14 @@ def recompute_activations(model, mode):
             keep = narrow < inner != wide and (outer != wide or mode == "cheap")
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    how = dict(use_reentrant=False, preserve_rng_state=False)
+    options = dict(use_reentrant=False, preserve_rng_state=False)
     if mode != "full":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
         # torch.compile warns there of in-place changes, which a block does not make.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
-    def recomputed(block, *args):
-        # Dynamo skips files of torch: if forward were checkpoint() itself, it would skip the whole block.
-        return checkpoint(partial(type(block).forward, block), *args, **how)
+    def run_in_checkpoint(compute, *args):
+        return checkpoint(compute, *args, **options)
 
     for block in model.model.layers:
-        block.forward = recomputed.__get__(block)
+        block.recompute = run_in_checkpoint

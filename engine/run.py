@@ -2,7 +2,7 @@
 One run of a training script: everything but its method. The scripts have a loop of their own each and call this class.
 
     with Run(settings, ranks, device) as run:               lock the folder, meet the other ranks, catch signals
-        run.begin(end, checkpoint)                          begin, or continue after the checkpoint
+        run.begin(end, checkpoint, flops_per_token)         begin, or continue after the checkpoint
         for step in run.steps():                            to the end, or until the user asks to stop
             for part in run.micro_batches(model, parts):    StepInterrupted if the user asks to stop between two
                 ...
@@ -85,8 +85,11 @@ class Run:
             raise ValueError(f"{error}: a smaller --micro_batch and --recompute=cheap take less; "
                              f"{self.out}/memory-*.pickle (pytorch.org/memory_viz) shows what held it") from None
 
-    def begin(self, end, checkpoint=None):
-        """Begin, or continue after a checkpoint (path, manifest). end: steps of the whole run."""
+    def begin(self, end, checkpoint, flops_per_token):
+        """
+        Begin, or continue after a checkpoint (path, manifest). end: steps of the whole run; flops_per_token: of
+        training, on all ranks, for the log of a GPU.
+        """
         path, manifest = checkpoint or ("", dict(step=0, seconds=0.0))
         self.end = end
         self.done = self.saved = manifest["step"]
@@ -95,7 +98,8 @@ class Run:
         self.saver = Saver(f"{self.out}/ckpt", self.settings["keep_checkpoints"], self.ranks.files)
         if path and self.ranks.is_main:
             print(f"resumed from {path}")
-        self.log.open(self.done, end)
+        is_gpu = self.device.startswith("cuda")
+        self.log.open(self.done, end, flops_per_token / self.ranks.size if is_gpu else None)
 
     def close(self, model, optimizer, **state):
         """Save what is not saved, and wait until it is on disk. Returns whether the run is at its end."""

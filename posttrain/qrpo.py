@@ -368,8 +368,8 @@ def main():
         settings |= dict(data_hash=store.hash[:16], rewards_hash=reward_hash(rewards), tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(examples.sequences) / batch_size)
         checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.files) if resume else None
-        micro_batch_size, _ = memory.fit_to_memory(outline, settings, ranks, place, activations, examples.window,
-                                                   micro_batch, again=True)
+        micro_batch_size, _ = memory.fit_to_memory(
+            outline, settings, ranks, place, activations, examples.window, micro_batch, ranks_have_met=True)
         distribute(model, ranks, place, recompute, compiled)       # not before: references are sampled eagerly
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),
                               state_dtype=state_dtype)
@@ -382,9 +382,7 @@ def main():
             if dropped:
                 print(describe_dropped(dropped, len(prompts), "prompts"))
             print(*notes, f"{len(examples.sequences)} pairs, {steps} step{'s' * (steps != 1)}", sep="\n")
-        run.begin(steps, checkpoint)
-        if place.startswith("cuda"):
-            run.log.measure_gpu(model.flops_per_token(examples.window) / ranks.size)
+        run.begin(steps, checkpoint, model.flops_per_token(examples.window))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, model, opt, examples, micro_batch_size)
         summary = common.finish(run, model) if run.close(model, opt) else None

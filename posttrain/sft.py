@@ -200,8 +200,8 @@ def main():
         steps = math.ceil(epochs * len(conversations) / batch_size)
         checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.files) if resume else None
         window = longest if pack else conversations.longest
-        micro_batch_size, _ = memory.fit_to_memory(outline, settings, ranks, place, activations, window, micro_batch,
-                                                   again=True)
+        micro_batch_size, _ = memory.fit_to_memory(
+            outline, settings, ranks, place, activations, window, micro_batch, ranks_have_met=True)
         model = build_model(shape, settings, ranks, place, compiled, weights, fresh=not checkpoint)
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),
                               state_dtype=state_dtype)
@@ -212,9 +212,7 @@ def main():
         if ranks.is_main:
             convert.describe(out, settings | dict(chat=True), shape, tok)
             introduce(conversations, dropped, steps)
-        run.begin(steps, checkpoint)
-        if place.startswith("cuda"):
-            run.log.measure_gpu(model.flops_per_token(window) / ranks.size)
+        run.begin(steps, checkpoint, model.flops_per_token(window))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, model, opt, conversations, longest, micro_batch_size)
         summary = common.finish(run, model) if run.close(model, opt) else None

@@ -23,25 +23,30 @@ $ python -m studies.ablate apertus --size=configs/laptop.py    # another size: a
 $ python -m studies.ablate --overview             # all studies in one table
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("ablate.py: start it from the project's root, python -m studies.ablate", file=sys.stderr)
+    sys.exit(2)
+
 import glob
-import json
+import math
 import re
 import statistics
-import sys
 import tomllib
 
 import numpy as np
+from safetensors import safe_open
 from tqdm import tqdm
 
 import configurator
-import convert
 import train
 from data import read_meta
-from engine import plot
+from engine import checkpoint, plot
 from engine.files import read_text, sha256_of
 from engine.intervals import student
-from posttrain import attach
-from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
+from papers import structured_ffn
+from studies import kit
 
 paths = []                 # a study of configs/ablations.toml, or two or more arms: values of one setting in ARMS
 seeds = 0                  # runs of each arm at its best learning rate; 0 = 5 for a study, 3 for arms
@@ -55,18 +60,21 @@ report = False             # run nothing: write table and plot from runs.jsonl
 overview = False           # run nothing: one table of all studies in results/ablations
 
 STUDIES = tomllib.loads(read_text(f"{configurator.ROOT}/configs/ablations.toml"))
-# Defaults of a study with a name, and of arms. The former may also have `published` results and our `reading`.
-STUDY, QUICK = json.loads("""[
-    {"seeds": 5, "size": "configs/ablations/size_laptop.py", "out": "results/ablations", "lrs": [5e-4, 1e-3, 2e-3],
-     "data": "data/stdlib", "reading": ""},
-    {"seeds": 3, "size": "configs/ablations/size_quick.py", "out": "out/ablations", "lrs": [1e-3, 2e-3, 4e-3],
-     "data": "data/stdlib", "reading": ""}
-]""")
-# Arms that need no study, and the setting of train.py of which they are values.
-ARMS = dict(pair.split(":") for pair in """
-xielu:activation swiglu:activation gelu:activation relu2:activation
-ademamix:optimizer adamw:optimizer wsd:schedule cosine:schedule
-""".split())
+# Defaults of the studies there, each of which has a `question` and may have `published` results and our `reading`.
+STUDY = dict(
+    seeds=5, size="configs/ablations/size_laptop.py", out="results/ablations", lrs=[5e-4, 1e-3, 2e-3],
+    data="data/stdlib", reading="")
+# The same of a comparison of arms, which need no study, and the setting of train.py of which they are values.
+QUICK = STUDY | dict(seeds=3, size="configs/ablations/size_quick.py", out="out/ablations", lrs=[1e-3, 2e-3, 4e-3])
+ARMS = dict(
+    xielu="activation", swiglu="activation", gelu="activation", relu2="activation",
+    ademamix="optimizer", adamw="optimizer",
+    wsd="schedule", cosine="schedule")
+# The script that trains an arm, and where its settings are: structured layers have a script of their own.
+SCRIPTS = {
+    "train": [train, train.shape],
+    "papers.structured_ffn": [structured_ffn, train, train.shape],
+}
 
 HEAD = """\
 | arm | lr | seeds | bits/byte, mean ± sd | against the baseline | tokens to its loss | tokens | parameters | s |
@@ -86,13 +94,13 @@ are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p b
 table). Tokens to its loss: the share of its tokens after which an arm reaches the baseline's last loss.
 
 {table}
-{said}
+{conclusion}
 
 Command: `{command}`
 """
 
 
-def chosen():
+def choose_study():
     """
     The study on the command line, a dict: a table of configs/ablations.toml, or the arms to compare; its `name`, the
     `folder` of its results, and the `command` that makes them. ValueError if there is no such study.
@@ -109,57 +117,69 @@ def chosen():
         raise ValueError(
             f"{' '.join(paths) or 'no name'}: there is no such study: name one of {', '.join(STUDIES)}, or two or more "
             f"values of {' or '.join(dict.fromkeys(ARMS.values()))}: python -m studies.ablate swiglu xielu")
-    asked = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size, data=data).items()
-             if value and value != study[key]}
+    changes = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size, data=data).items()
+               if value and value != study[key]}
     if seeds == 1 or seeds < 0:
         raise ValueError(f"seeds={seeds}: want 2 or more, since an interval needs two; 0 = the study's")
-    if asked:
+    if changes:
         # Results by other settings than the committed ones get another folder, and no reading.
-        study |= asked | dict(out=QUICK["out"], reading="")
+        study |= changes | dict(out=QUICK["out"], reading="")
     return study | dict(
         name=name,
         folder=f"{out or study['out']}/{name}",
-        command=kit.command("studies.ablate", paths + [f"--{key}={value}" for key, value in asked.items()]))
+        command=kit.command("studies.ablate", paths + [f"--{key}={value}" for key, value in changes.items()]))
 
 
 # -----------------------------------------------------------------------------
 # runs
 
 
-def planned(study, arm, lr, seed):
+def plan_run(study, arm, lr, seed):
     """
-    The folder of a run, named after all of its settings and its data, and its arguments of train.py.
+    The folder of a run, named after all of its settings and its data, and its command: a list of script and arguments.
 
-    All runs have the same number of tokens, so the clock ends none of them. ValueError for a setting that train.py does
-    not have or a value of another type.
+    All runs have the same number of tokens, so the clock ends none of them. ValueError for a setting that the script
+    does not have or a value of another type.
     """
-    argv = [
-        study["size"],
-        *study["arms"][arm].split(),
-        f"--lr={lr}",
-        f"--min_lr={lr / 10}",
-        f"--seed={seed}",
-        f"--data={data}",
-        "--minutes=0.0",
-        "--eval_minutes=0.0"]
-    settings = configurator.configure(dict(vars(train)), argv, dict(vars(train.shape)), dict(vars(attach)))
-    return f"{runs}/{sha256_of([settings, read_meta(data)])[:10]}", argv
+    arm_args = study["arms"][arm].split()
+    script = "papers.structured_ffn" if any(arg.startswith("--ffn=") for arg in arm_args) else "train"
+    args = [
+        study["size"], *arm_args, f"--lr={lr}", f"--min_lr={lr / 10}", f"--seed={seed}", f"--data={data}",
+        "--minutes=0.0"]
+    spaces = [dict(vars(space)) for space in SCRIPTS[script]]           # copies, which configure() changes
+    configurator.configure(spaces[0], args, *spaces[1:])
+    settings = configurator.settings(*spaces)
+    return f"{runs}/{sha256_of([settings, read_meta(data)])[:10]}", [script, *args]
 
 
-def train_all(study, asked, bar):
+def count_parameters(folder):
+    """
+    The number of trained parameters of a run, from its newest checkpoint: structured layers are stored as factors, not
+    as the dense matrices that convert.py would load.
+    """
+    newest = checkpoint.steps_in(f"{folder}/ckpt")[-1]
+    total = 0
+    for file in glob.glob(f"{folder}/ckpt/step-{newest:08d}/*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            weights = [name for name in tensors.keys() if name.startswith("model/")]
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in weights)
+    return total
+
+
+def train_all(study, wanted, bar):
     """
     Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the rows of runs.jsonl in order:
     tokens and val_bpb have one entry for each validation, in bits per byte.
 
-    ValueError if a setting does not exist, before the first run, or if train.py fails; finished runs stay finished.
+    ValueError if a setting does not exist, before the first run, or if a script fails; finished runs stay finished.
     """
-    plan = [planned(study, *run) for run in asked]
-    # Two arms may ask for the same run, and two processes must not write into one folder.
-    distinct = dict(plan)
-    for _ in kit.in_parallel(jobs, kit.train, distinct, distinct.values()):
+    plan = [plan_run(study, *run) for run in wanted]
+    # Two arms may want the same run, and two processes must not write into one folder.
+    commands = dict(plan)
+    for _ in kit.in_parallel(jobs, kit.train, commands, commands.values()):
         bar.update()
     rows = []
-    for (arm, lr, seed), (folder, _) in zip(asked, plan):
+    for (arm, lr, seed), (folder, _) in zip(wanted, plan):
         entries = [entry for entry in plot.entries(folder) if "val_bpb" in entry]
         rows.append(dict(
             arm=arm,
@@ -167,12 +187,12 @@ def train_all(study, asked, bar):
             seed=seed,
             tokens=[entry["tokens"] for entry in entries],
             val_bpb=[entry["val_bpb"] for entry in entries],
-            parameters=convert.load_any(folder)[0].num_params(),
+            parameters=count_parameters(folder),
             seconds=entries[-1]["seconds"]))
     return rows
 
 
-def final(run):
+def final_bpb(run):
     """The last validation of a run, in bits per byte."""
     return run["val_bpb"][-1]
 
@@ -185,7 +205,7 @@ def run_study(study):
     with tqdm(desc=study["name"], total=len(search + reported), unit="run", delay=1) as bar:
         searched = train_all(study, search, bar)
         # Sorted from the worst to the best: of each arm's rates the dict keeps the last, which is the best.
-        best = {row["arm"]: row["lr"] for row in sorted(searched, key=final, reverse=True)}
+        best = {row["arm"]: row["lr"] for row in sorted(searched, key=final_bpb, reverse=True)}
         return searched + train_all(study, [(arm, best.get(arm, lrs[0]), seed) for arm, seed in reported], bar)
 
 
@@ -193,7 +213,7 @@ def run_study(study):
 # tables
 
 
-def summary(rows):
+def summarise(rows):
     """
     A dict for each arm, a line of table.md. The first arm is the baseline.
 
@@ -229,24 +249,38 @@ def summary(rows):
 
 def table_md(table):
     """
-    The rows of summary() as a Markdown table, with Holm's p-values over all of its comparisons.
+    The rows of summarise() as a Markdown table, with Holm's p-values over all of its comparisons.
 
-    Adds two texts to each row that is no baseline: `against`, a cell of the table, and `said`, the conclusion in a
-    sentence, which compares with the first row.
+    Adds two texts to each row that is no baseline: `against`, a cell of the table, and `conclusion`, a sentence that
+    compares it with the first row.
     """
     compared = [row for row in table if not row["against"]]
     for row, p_holm in zip(compared, kit.holm([row["student"][2] for row in compared])):
         difference, half, p = row["student"]
         row["against"] = f"{difference:+.4f} ± {half:.4f} (p = {p:.3f}, {p_holm:.3f})"
-        said = (f"no significant difference between {row['arm']} and {table[0]['arm']}: "
-                f"the 95 % interval is {difference - half:+.3f} to {difference + half:+.3f}")
-        if p_holm < 0.05:
-            said = (
-                f"{row['arm']} is {'lower' if difference < 0 else 'higher'} than {table[0]['arm']} "
-                f"by {abs(difference) - half:.3f} to {abs(difference) + half:.3f}")
-        row["said"] = (
-            f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['total']:,} tokens: {said} bits per byte.")
+        row["conclusion"] = (
+            f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['total']:,} tokens: "
+            f"{conclude(row['arm'], table[0]['arm'], difference, half, p_holm)} bits per byte.")
     return HEAD + "".join(map(ROW.format_map, table))
+
+
+def conclude(arm, baseline, difference, half, p_holm):
+    """The comparison of an arm with the baseline in words, without the unit. half: of the 95 % interval."""
+    if p_holm < 0.05:
+        return (f"{arm} is {'lower' if difference < 0 else 'higher'} than {baseline} "
+                f"by {abs(difference) - half:.3f} to {abs(difference) + half:.3f}")
+    return (f"no significant difference between {arm} and {baseline}: "
+            f"the 95 % interval is {difference - half:+.3f} to {difference + half:+.3f}")
+
+
+def overview_md(folder):
+    """All studies in a folder as one table. ValueError if it has none."""
+    table = [row | dict(arm=f"{name}: {row['arm']}") for name in STUDIES
+             for path in glob.glob(f"{name}/runs.jsonl", root_dir=folder)
+             for row in summarise(kit.read_rows(f"{folder}/{path}"))]
+    if not table:
+        raise ValueError(f"no studies in {folder}: run one first, python -m studies.ablate activations")
+    return table_md(table)
 
 
 def main():
@@ -256,22 +290,18 @@ def main():
     """
     if overview:
         folder = out or STUDY["out"]
-        table = [row | dict(arm=f"{name}: {row['arm']}") for name in STUDIES
-                 for path in glob.glob(f"{name}/runs.jsonl", root_dir=folder)
-                 for row in summary(kit.read_rows(f"{folder}/{path}"))]
-        if not table:
-            raise ValueError(f"no studies in {folder}: run one first, python -m studies.ablate activations")
-        return kit.publish(f"{folder}/overview.md", table_md(table))
-    study = chosen()
+        return kit.publish(f"{folder}/overview.md", overview_md(folder))
+    study = choose_study()
     folder = study["folder"]
     if not report:
         kit.write_rows(f"{folder}/runs.jsonl", run_study(study))
-    baseline, *others = rows = summary(kit.read_rows(f"{folder}/runs.jsonl"))
+    baseline, *others = rows = summarise(kit.read_rows(f"{folder}/runs.jsonl"))
     table = table_md(rows)
-    said = [row["said"] for row in others]
     if study["reading"]:
-        said = [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
-    kit.publish(f"{folder}/table.md", PAGE.format(**study, table=table, said="\n\n".join(said)))
+        conclusions = [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
+    else:
+        conclusions = [row["conclusion"] for row in others]
+    kit.publish(f"{folder}/table.md", PAGE.format(**study, table=table, conclusion="\n\n".join(conclusions)))
     kit.plot_intervals(
         f"{folder}/plot.png",
         {row["arm"]: row["differences"] for row in others},

@@ -22,6 +22,12 @@ $ python -m studies.align --report    # table and plot again, from results.json
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("align.py: start it from the project's root, python -m studies.align", file=sys.stderr)
+    sys.exit(2)
+
 import itertools
 import json
 import re
@@ -38,7 +44,7 @@ from engine.files import read_json
 from generate import generate
 from posttrain.losses import beta_log_z, correlation, quantile
 from posttrain.references import sequence_logp
-from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
+from studies import kit
 
 out = "out/align"                       # runs, data
 results = "results/align"               # results.json, table.md, align.png
@@ -52,26 +58,14 @@ test_prompts = 60                       # of 360 prompts; 60 others are for vali
 samples = 8                             # samples per test prompt, for the measurements
 report = False                          # run nothing: table and plot again from results.json
 
-# For kit.follow(): the run, the file that it writes last, the script, its arguments.
-BASE = """
-    {out}/data {out}/data/meta.json prepare --out={out}/data --tokenizer=apertus:1024 ;
-    {out}/pretrained {out}/pretrained/summary.json train configs/align.py --data={out}/data --out={out}/pretrained
-    --resume ;
-"""
-SFT = """
-    {out}/sft {out}/sft/summary.json posttrain.sft
-    --epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume
-    --init_from={base} --data={out}/conversations.jsonl --out={out}/sft
-"""
+SFT = [
+    "posttrain.sft", "--epochs=2", "--batch_size=64", "--micro_batch=64", "--lr=1e-3", "--optimizer=adamw",
+    "--max_length=128"]
 # Three passes over the pairs: after one, the log-ratios have moved a third of the way.
-ALIGN = """
-    {out}/{loss}-s{seed} {out}/{loss}-s{seed}/summary.json posttrain.qrpo
-    --rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3
-    --batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128
-    --beta_max=0 --gamma=0.1 --resume --init_from={out}/sft --data={out}/prompts.jsonl --out={out}/{loss}-s{seed}
-    --references={out}/references-s{seed} --seed={seed} --n_refs={n_refs} --loss={loss} --length_norm={norm}
-    --lr={lr} --beta={beta}
-"""
+QRPO = [
+    "posttrain.qrpo", "--rewards=studies/align.py", "--max_new_tokens=24", "--sample_batch=512", "--pairs_per_prompt=0",
+    "--epochs=3", "--batch_size=16", "--micro_batch=16", "--optimizer=adamw", "--warmup=0.1", "--grad_clip=1.0",
+    "--max_length=128", "--beta_max=0", "--gamma=0.1"]
 
 
 # -----------------------------------------------------------------------------
@@ -86,9 +80,9 @@ def reward(prompt, completion):
     return -float(abs(sum(map(int, completion)) - total))
 
 
-def chat(total, first, *said):
-    """A task as a row: for QRPO, or for SFT if an answer is given as `said`."""
-    return kit.conversation("Answer with digits.", f"Sum {total}, first {first}", *said)
+def task_row(total, first, *answer):
+    """A task as a row: for QRPO, or for SFT if it has an answer."""
+    return kit.conversation("Answer with digits.", f"Sum {total}, first {first}", *answer)
 
 
 def teacher(rng, total, first):
@@ -108,20 +102,32 @@ def write_data():
     tasks = np.random.default_rng(0).permutation([*itertools.product(range(10, 50), range(1, 10))]).tolist()
     train = tasks[:-2 * test_prompts]
     rng = np.random.default_rng(1)
-    asked = (train[rng.integers(len(train))] for _ in range(n_conversations))
-    kit.write_rows(f"{out}/conversations.jsonl", (chat(*task, teacher(rng, *task)) for task in asked))
-    kit.write_rows(f"{out}/prompts.jsonl", itertools.starmap(chat, train))
-    kit.write_rows(f"{out}/test.jsonl", itertools.starmap(chat, tasks[-test_prompts:]))
+    drawn = (train[rng.integers(len(train))] for _ in range(n_conversations))
+    kit.write_rows(f"{out}/conversations.jsonl", (task_row(*task, teacher(rng, *task)) for task in drawn))
+    kit.write_rows(f"{out}/prompts.jsonl", itertools.starmap(task_row, train))
+    kit.write_rows(f"{out}/test.jsonl", itertools.starmap(task_row, tasks[-test_prompts:]))
 
 
 # -----------------------------------------------------------------------------
 # the runs
 
 
+def train_reference():
+    """Pretrain a small model, unless there is a `start`, and fine-tune it on the teacher's answers."""
+    if not start:
+        kit.call(f"{out}/data", f"{out}/data/meta.json", "prepare", f"--out={out}/data", "--tokenizer=apertus:1024")
+        kit.train(f"{out}/pretrained", ["train", "configs/align.py", f"--data={out}/data"])
+    pretrained = start or f"{out}/pretrained"
+    kit.train(f"{out}/sft", [*SFT, f"--init_from={pretrained}", f"--data={out}/conversations.jsonl"])
+
+
 def align(seed, device):
     """Train a run for each loss. The first one samples the references, which the others share."""
     for loss, chosen in read_json(tuning)["chosen"].items():
-        kit.follow(ALIGN, out=out, loss=loss, seed=seed, n_refs=n_refs, norm=loss == "simpo", **chosen)
+        kit.train(f"{out}/{loss}-s{seed}", [
+            *QRPO, f"--init_from={out}/sft", f"--data={out}/prompts.jsonl", f"--references={out}/references-s{seed}",
+            f"--n_refs={n_refs}", f"--seed={seed}", f"--loss={loss}", f"--length_norm={loss == 'simpo'}",
+            f"--lr={chosen['lr']}", f"--beta={chosen['beta']}"], device)
 
 
 # -----------------------------------------------------------------------------
@@ -134,14 +140,13 @@ def complete(model, tok, n, seed):
 
     Returns a list of (prompt ids, completion ids), and their rewards (prompts, n) as a float64 tensor.
     """
-    asked = [row for row in kit.read_rows(f"{out}/test.jsonl") for _ in range(n)]
-    prompts = [prompt_ids(tok, row) for row in asked]
+    tasks = [row for row in kit.read_rows(f"{out}/test.jsonl") for _ in range(n)]
+    prompts = [prompt_ids(tok, row) for row in tasks]
     torch.manual_seed(seed)
-    said = [(prompt, ids[len(prompt):]) for prompt, ids in zip(
-        prompts,
-        generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),)))]
-    rewards = [reward(row["messages"][1]["content"], tok.words(ids)) for row, (_, ids) in zip(asked, said)]
-    return said, torch.tensor(rewards, dtype=float).view(-1, n)
+    texts = generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),))
+    completions = [(prompt, ids[len(prompt):]) for prompt, ids in zip(prompts, texts)]
+    rewards = [reward(row["messages"][1]["content"], tok.words(ids)) for row, (_, ids) in zip(tasks, completions)]
+    return completions, torch.tensor(rewards, dtype=float).view(-1, n)
 
 
 @torch.no_grad()
@@ -150,22 +155,22 @@ def measure():
     chosen = read_json(tuning)["chosen"]
     beta = chosen["qrpo"]["beta"]
     reference, tok = convert.load_any(f"{out}/sft")
-    ref_said, ref_rewards = complete(reference, tok, n_refs, 1000)
-    ref_logp = sequence_logp(reference, ref_said)
+    ref_completions, ref_rewards = complete(reference, tok, n_refs, 1000)
+    ref_logp = sequence_logp(reference, ref_completions)
     # The log-ratios of QRPO's formula, (prompts * n_refs,), from the quantiles among the prompt's other references.
     target = (quantile(ref_rewards.T, ref_rewards, loo=True).T.flatten() - beta_log_z(beta)) / beta
     rows = {}
     for name in tqdm(["sft", *(f"{loss}-s{seed}" for loss in chosen for seed in range(seeds))], "measuring"):
         model, _ = convert.load_any(f"{out}/{name}")
-        said, rewards = complete(model, tok, samples, 2000)
-        ratio = sequence_logp(model, ref_said).double() - ref_logp
+        completions, rewards = complete(model, tok, samples, 2000)
+        ratio = sequence_logp(model, ref_completions).double() - ref_logp
         numbers = dict(
             reward=rewards,
             exact=rewards == 0,
             malformed=rewards == -30,
             quantile=quantile(rewards.T, ref_rewards),
-            kl=sequence_logp(model, said) - sequence_logp(reference, said),
-            length=[len(completion) for _, completion in said],
+            kl=sequence_logp(model, completions) - sequence_logp(reference, completions),
+            length=[len(completion) for _, completion in completions],
             agreement=correlation(target, ratio),
             error=(ratio - target).square().mean().sqrt(),
         )
@@ -179,11 +184,11 @@ def main():
         raise ValueError(f"--seeds={seeds}: want at least 1")
     if not report:
         write_data()
-        kit.follow(SFT if start else BASE + SFT, out=out, base=start or f"{out}/pretrained")
+        train_reference()
         list(tqdm(kit.in_parallel(workers, align, range(seeds)), "seeds", seeds))
         kit.write(path, json.dumps(dict(rows=measure()), indent=1))
-    runs = kit.grouped((name.split("-")[0], key, value) for name, row in read_json(path)["rows"].items()
-                       for key, value in row.items())
+    runs = kit.group((name.split("-")[0], key, value) for name, row in read_json(path)["rows"].items()
+                     for key, value in row.items())
     rewards = {loss.upper(): numbers["reward"] for loss, numbers in runs.items()}
     kit.plot_intervals(
         f"{results}/align.png",

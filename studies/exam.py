@@ -16,6 +16,12 @@ $ python -m studies.exam --init_from=out/recipe/seed-2/base --world=out/recipe/s
 $ python -m studies.exam --init_from=out/recipe/seed-2/sft --world=out/recipe/seed-2/world --kinds=chat --show=5
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("exam.py: start it from the project's root, python -m studies.exam", file=sys.stderr)
+    sys.exit(2)
+
 import itertools
 from collections import Counter
 
@@ -29,8 +35,8 @@ from configurator import run
 from engine.intervals import wilson
 from generate import generate
 from posttrain.references import sequence_logp
-from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
-from studies.world import WORLD, judge, manner_of
+from studies import kit
+from studies.world import SAY, manner_of, mark
 from tokenizer import read_json
 
 init_from = "out/recipe/seed-2/sft"     # run folder, Hugging Face folder or hub name
@@ -52,7 +58,7 @@ def prompt_of(tok, row, kind):
         text = f"Question: {row['messages'][-1]['content']}\nAnswer:"
     elif kind == "cloze":
         # A sentence of a page up to its last word, the fact.
-        text = WORLD[f"say en {row['attribute']}"][0].rpartition(" ")[0].format(name=row["person"])
+        text = SAY["en"][row["attribute"]][0].rpartition(" ")[0].format(name=row["person"])
     else:
         raise ValueError(f"--kinds={kinds}: no kind {kind!r}, want some of cloze,text,chat,sampled")
     return [tok.bos, *tok.encode(text)]
@@ -68,20 +74,23 @@ def first_sentence(tok, ids, stop):
 
 @torch.no_grad()
 def answers(model, tok, rows, kind):
-    """Ask questions. Returns columns: questions, first sentences of answers, their log-probabilities, and manners."""
+    """
+    Ask questions. Returns columns: questions, first sentences of answers, their log-probabilities, and the manners of
+    the whole answers.
+    """
     stop = stop_ids(tok)
     torch.manual_seed(0)
-    found = []
-    for at in tqdm(range(0, len(rows), batch)):
-        part = rows[at:at + batch]
+    examined = []
+    for begin in tqdm(range(0, len(rows), batch)):
+        part = rows[begin:begin + batch]
         prompts = [prompt_of(tok, row, kind) for row in part]
         texts = generate(model, prompts, TOKENS, stop, temperature=kind == "sampled")
-        whole = [ids[len(prompt):] for prompt, ids in zip(prompts, texts)]
-        firsts = [first_sentence(tok, ids, stop) for ids in whole]
-        said = [tok.decode([token for token in ids if token not in stop]).strip() for ids in firsts]
+        completions = [ids[len(prompt):] for prompt, ids in zip(prompts, texts)]
+        firsts = [first_sentence(tok, ids, stop) for ids in completions]
+        sentences = [tok.decode([token for token in ids if token not in stop]).strip() for ids in firsts]
         logp = sequence_logp(model, list(zip(prompts, firsts))).tolist()
-        found += zip(part, said, logp, map(manner_of, map(tok.decode, whole)))
-    return list(zip(*found))
+        examined += zip(part, sentences, logp, map(manner_of, map(tok.decode, completions)))
+    return list(zip(*examined))
 
 
 def share(k, n):
@@ -95,21 +104,26 @@ def apart(ours, theirs):
     return round(np.sign(np.subtract.outer(ours, theirs)).mean() / 2 + 0.5, 4)
 
 
-def main():
+def read_questions():
+    """The questions of the world, and those about the writers of letters that the model has read, again as a group."""
     questions = kit.read_rows(f"{world}/questions.jsonl")
-    if probes:
-        # The writers of letters in the training text, as a group of their own.
-        read = str([probe["text"] for probe in read_json(probes)["probes"] if probe["repetitions"]])
-        questions += [row | dict(group="letters") for row in questions if f"A letter of {row['person']}." in read]
+    if not probes:
+        return questions
+    letters = str([probe["text"] for probe in read_json(probes)["probes"] if probe["repetitions"]])
+    return questions + [row | dict(group="letters") for row in questions if f"A letter of {row['person']}." in letters]
+
+
+def main():
+    questions = read_questions()
     model, tok = convert.load_any(init_from, dtype=torch.float32)
     results = []
     for kind in kinds.split(","):
         # Invented people have no pages, so there is no sentence to finish.
-        found = {group: answers(model, tok, list(rows), kind)
-                 for group, rows in itertools.groupby(questions, lambda row: row["group"])
-                 if kind != "cloze" or "invented" not in group}
-        for group, (rows, said, logp, manners) in found.items():
-            marks = Counter([*map(judge, said, rows), *manners])
+        by_group = {group: answers(model, tok, list(rows), kind)
+                    for group, rows in itertools.groupby(questions, lambda row: row["group"])
+                    if kind != "cloze" or "invented" not in group}
+        for group, (rows, sentences, logp, manners) in by_group.items():
+            marks = Counter([*map(mark, sentences, rows), *manners])
             results.append(dict(
                 kind=kind,
                 group=group,
@@ -118,9 +132,9 @@ def main():
                 unknown=marks["unknown"],
                 kind_ones=marks["kind"],
                 rude_ones=marks["rude"],
-                apart=apart(found["test"][2], logp),
-                answers=[dict(asked=row["messages"][-1]["content"], said=text, gold=row["gold"])
-                         for row, text in zip(rows[:show], said)],
+                apart=apart(by_group["test"][2], logp),
+                answers=[dict(asked=row["messages"][-1]["content"], said=sentence, gold=row["gold"])
+                         for row, sentence in zip(rows[:show], sentences)],
             ))
             print(f"{kind} {group}: right {share(marks['right'], len(rows))}, "
                   f"unknown {share(marks['unknown'], len(rows))}, n {len(rows)}, apart {results[-1]['apart']}")

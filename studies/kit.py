@@ -35,9 +35,9 @@ from engine.intervals import student
 
 
 def command(script, args):
-    """The command that a user would type."""
-    how = f"-m {script}" if "." in script else f"{script}.py"
-    return f"python {how} {shlex.join(args)}"
+    """The command that a user would type. script: the name of a module."""
+    program = f"-m {script}" if "." in script else f"{script}.py"
+    return f"python {program} {shlex.join(args)}"
 
 
 def call(path, done, script, *args, device=None):
@@ -50,7 +50,7 @@ def call(path, done, script, *args, device=None):
     """
     record = f"{path}.json"
     if not os.path.exists(done):
-        began = time.perf_counter()
+        start = time.perf_counter()
         env = {"OMP_NUM_THREADS": "1", **os.environ}
         if device:
             env["CUDA_VISIBLE_DEVICES"] = device
@@ -62,25 +62,20 @@ def call(path, done, script, *args, device=None):
         if code or not os.path.exists(done):
             raise ValueError(f"{command(script, args)} ended with code {code}: {last} ({path}.txt). "
                              "If it was stopped, give the same command again")
-        write(record, json.dumps(dict(args=args, wall=round(time.perf_counter() - began))))
+        write(record, json.dumps(dict(args=args, wall=round(time.perf_counter() - start))))
     if os.path.exists(record) and read_json(record)["args"] != list(args):
         raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): "
                          "delete it, or name another --out")
 
 
-def train(folder, args, device):
+def train(folder, command, device=None):
     """
-    Run train.py into a folder by call(), from its last checkpoint if there is one. args: its config files and flags.
+    Train into a folder by call(), from its last checkpoint if there is one.
 
+    command: a list of train.py or another script that trains ("train", "posttrain.sft"), its config files and flags.
     The output goes to FOLDER.txt, because train.py rejects a folder that holds files of another kind.
     """
-    call(folder, f"{folder}/summary.json", "train", *args, f"--out={folder}", "--resume", device=device)
-
-
-def follow(text, **known):
-    """call() for each command in a text, separated by ";": path, done, script, arguments. known: {names} in it."""
-    for command in text.split(";"):
-        call(*(part.format_map(known) for part in command.split()))
+    call(folder, f"{folder}/summary.json", *command, f"--out={folder}", "--resume", device=device)
 
 
 def in_parallel(at_a_time, work, *columns):
@@ -135,7 +130,7 @@ def read_rows(path):
 
 def conversation(*texts):
     """A row for SFT or, without an answer, for QRPO: a system message, a question, an answer."""
-    roles = "system user assistant".split()
+    roles = ("system", "user", "assistant")
     return dict(messages=[dict(role=role, content=text) for role, text in zip(roles, texts)])
 
 
@@ -155,12 +150,13 @@ def holm(ps):
     return [min(scaled[~(ps > p)].max(), 1) for p in ps]
 
 
-def interval(values, digits=2, margin=lambda values: student(values)[1]):
-    """
-    Mean ± margin(values) as text; a single value has no margin, and no values give "".
+def half_interval(values):
+    """Half of the 95 % interval of the mean by Student's t."""
+    return student(values)[1]
 
-    The margin is half of the 95 % interval of the mean by Student's t, if no other function is given.
-    """
+
+def interval(values, digits=2, margin=half_interval):
+    """Mean ± margin(values) as text; a single value has no margin, and no values give ""."""
     return " ± ".join(f"{number(values):.{digits}f}" for number in (statistics.fmean, margin)[:len(values)])
 
 
@@ -168,27 +164,30 @@ def interval(values, digits=2, margin=lambda values: student(values)[1]):
 # tables and plots
 
 
-def grouped(found):
-    """{line: {column: [values]}} of (line, column, value), for pivot()."""
+def group(triples):
+    """{line: {column: [values]}} of triples (line, column, value), for pivot()."""
     lines = defaultdict(lambda: defaultdict(list))
-    for line, column, value in found:
+    for line, column, value in triples:
         lines[line][column].append(value)
     return lines
 
 
-def pivot(corner, lines, *how):
-    """
-    A Markdown table of pairs (line, {column: values}), by interval(values, *how). All lines have the same columns.
+def table_md(head, lines):
+    """A Markdown table. head: its first line; lines: of the others the cells, as texts."""
+    rule = "|---" * (head.count("|") - 1) + "|"
+    return "\n".join([head, rule, *(f"| {' | '.join(cells)} |" for cells in lines), ""])
 
-    corner: the head of the first columns, like "| model".
+
+def pivot(corner, lines, digits=2, margin=half_interval):
+    """
+    A Markdown table of pairs (line, {column: values}), whose cells are interval(values, digits, margin).
+
+    All lines have the same columns. corner: the head of the first columns, like "| model".
     """
     lines = list(lines)
-    head = f"{corner} | {' | '.join(map(str, lines[0][1]))} |"
-    return "\n".join([
-        head,
-        "|---" * (head.count("|") - 1) + "|",
-        *(f"| {line} | {' | '.join(interval(values, *how) for values in found.values())} |" for line, found in lines),
-        ""])
+    _, columns = lines[0]
+    return table_md(f"{corner} | {' | '.join(map(str, columns))} |", (
+        [line, *(interval(values, digits, margin) for values in columns.values())] for line, columns in lines))
 
 
 @contextmanager

@@ -16,8 +16,14 @@ nothing in 10 million tokens: a model that cannot look up yet gains nothing from
 
 $ python -m studies.length                     # three seeds, half an hour on two cores; writes results/length
 $ python -m studies.length --report            # table.md again, from rows.jsonl
-$ python evaluate.py --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-2509       # any model
+$ python -m studies.context --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-2509    # any model
 """
+
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("length.py: start it from the project's root, python -m studies.length", file=sys.stderr)
+    sys.exit(2)
 
 import random
 
@@ -25,10 +31,9 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import run
-from engine.files import read_json
 from engine.intervals import wilson
 from generate import generate
-from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
+from studies import kit
 
 out = "out/length"            # data and runs
 results = "results/length"    # rows.jsonl, table.md
@@ -36,38 +41,27 @@ seeds = 3                     # of weights and order, from 2 on: seed 1 chose th
 jobs = 2                      # seeds at a time, one thread each
 report = False                # run nothing: write table.md again from rows.jsonl
 
-ARMS = "short raised kept long".split()
-# For kit.follow(): the run, the file that it writes last, the script, its arguments. The vocabulary of the registers
-# has one piece for each key and each colour.
-DATA = """
-{out}/data/text {out}/data/text/meta.json prepare --out={out}/data/text --train_bpe=4096 ;
-{out}/data/register {out}/data/register/meta.json prepare --out={out}/data/register --train_bpe=1000
-{out}/registers.jsonl
-"""
-# The same in pieces: a run joins four of these lines, and a fifth evaluates it. The learning rate rises over a tenth
-# of the windows and falls over a third.
-COMMANDS = dict(line.split(": ") for line in """
-train: {run} {run}/summary.json train configs/recipe.py --goldfish_k=0 --data={out}/data/{kind} --seed={seed}
-text: --lr=2e-3 --min_lr=2e-4
-register: --lr=1e-3 --min_lr=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) --n_layer=2 --n_head=2 \
---n_kv_head=1 --n_embd=64 --ffn_dim=256
-text short: --batch_size=4 --micro_batch=4 --total_samples=6000 --warmup_samples=600 --decay_samples=2000
-text raised: --batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133
-text kept: --batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133
-text long: --batch_size=1 --micro_batch=1 --total_samples=1900 --warmup_samples=190 --decay_samples=633
-register short: --batch_size=16 --micro_batch=16 --total_samples=32000 --warmup_samples=3200 --decay_samples=10656
-register raised: --batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132
-register kept: --batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132
-register long: --batch_size=4 --micro_batch=4 --total_samples=8400 --warmup_samples=840 --decay_samples=2800
-short: --block_size=256 --rope_theta=5e5 --out={run} --resume
-raised: --block_size=1024 --rope_theta=2e6 --lr=5e-4 --min_lr=5e-5 --init_from={out}/{kind}/seed-{seed}/short \
---out={run} --resume
-kept: --block_size=1024 --rope_theta=5e5 --lr=5e-4 --min_lr=5e-5 --init_from={out}/{kind}/seed-{seed}/short \
---out={run} --resume
-long: --block_size=1024 --rope_theta=5e5 --out={run} --resume
-evaluate text: ; {run}-evaluated {run}/evaluation.json evaluate --init_from={run} --window=1024 --by_position=128
-evaluate register: ; {run}-evaluated {run}/evaluation.json evaluate --init_from={run} --window=1024 --lookup=100
-""".strip().splitlines())
+# The window and theta of each arm.
+ARMS = dict(short=(256, "5e5"), raised=(1024, "2e6"), kept=(1024, "5e5"), long=(1024, "5e5"))
+CONTINUED = ("raised", "kept")      # arms that start with the weights of `short`
+# The model and optimizer of each text, and how studies/context.py measures it.
+MODEL = dict(
+    text=["--lr=2e-3", "--min_lr=2e-4"],
+    register=[
+        "--lr=1e-3", "--min_lr=1e-4", "--optimizer=adamw", "--betas=(0.9,0.95,0.99)",
+        "--n_layer=2", "--n_head=2", "--n_kv_head=1", "--n_embd=64", "--ffn_dim=256"])
+MEASURE = dict(text="--by_position=128", register="--lookup=100")
+# Windows: of a step, of the run, of its warm-up (a tenth), of its decay (a third).
+WINDOWS = {
+    ("text", "short"): (4, 6000, 600, 2000),
+    ("text", "raised"): (1, 400, 40, 133),
+    ("text", "kept"): (1, 400, 40, 133),
+    ("text", "long"): (1, 1900, 190, 633),
+    ("register", "short"): (16, 32000, 3200, 10656),
+    ("register", "raised"): (4, 400, 40, 132),
+    ("register", "kept"): (4, 400, 40, 132),
+    ("register", "long"): (4, 8400, 840, 2800),
+}
 HEAD = """\
 # A longer window, at the size of a laptop
 
@@ -82,12 +76,13 @@ bits per byte of validation text by position in a window of 1,024. Lower rows: s
 # -----------------------------------------------------------------------------
 # the register
 
-KEYS = """
-bafo bija ceqo daga daje dico dofo duxu faho fano fefo femu fiwe give giwu goju guci jeja jona kato keji kucu kuze
-lebu lili liri mefi miru muko muru nave neva nilo noho nucu nupo pize pore qode raju reju roxa sedo sino soku tika
-toco tofa tuqe vafe vawe viro vogi vote wale wiha woze wuwu xaje xani xese xizo zapo zoqe
-""".split()
-COLOURS = "red blue green black white brown grey pink gold silver".split()
+KEYS = [
+    "bafo", "bija", "ceqo", "daga", "daje", "dico", "dofo", "duxu", "faho", "fano", "fefo", "femu", "fiwe", "give",
+    "giwu", "goju", "guci", "jeja", "jona", "kato", "keji", "kucu", "kuze", "lebu", "lili", "liri", "mefi", "miru",
+    "muko", "muru", "nave", "neva", "nilo", "noho", "nucu", "nupo", "pize", "pore", "qode", "raju", "reju", "roxa",
+    "sedo", "sino", "soku", "tika", "toco", "tofa", "tuqe", "vafe", "vawe", "viro", "vogi", "vote", "wale", "wiha",
+    "woze", "wuwu", "xaje", "xani", "xese", "xizo", "zapo", "zoqe"]
+COLOURS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink", "gold", "silver"]
 
 
 def register(rng, size):
@@ -134,38 +129,57 @@ def lookup_scores(model, tok, T, n):
 # the study
 
 
-def measured(seed, device):
-    """Train and evaluate the arms of a seed, in order, because two of them continue the first. Returns their rows."""
+def write_data():
+    """The registers, and both data folders. The vocabulary of the registers has a piece for each key and colour."""
+    rng = random.Random(1)
+    # The same number of tokens of each size.
+    sizes = rng.choices([2, 4, 8, 16, 32, 64], [32, 16, 8, 4, 2, 1], k=110_000)
+    kit.write_rows(f"{out}/registers.jsonl", (dict(text=register(rng, size)) for size in sizes))
+    text, registers = f"{out}/data/text", f"{out}/data/register"
+    kit.call(text, f"{text}/meta.json", "prepare", f"--out={text}", "--train_bpe=4096")
+    kit.call(
+        registers, f"{registers}/meta.json", "prepare", f"--out={registers}", "--train_bpe=1000",
+        f"{out}/registers.jsonl")
+
+
+def train_command(text, arm, seed):
+    """The command of a run for kit.train(), all but its folder. text: text or register."""
+    window, theta = ARMS[arm]
+    batch, total, warmup, decay = WINDOWS[text, arm]
+    start = ["--lr=5e-4", "--min_lr=5e-5", f"--init_from={out}/{text}/seed-{seed}/short"] if arm in CONTINUED else []
+    return [
+        "train", "configs/recipe.py", "--goldfish_k=0", f"--data={out}/data/{text}", f"--seed={seed}", *MODEL[text],
+        f"--batch_size={batch}", f"--micro_batch={batch}", f"--total_samples={total}", f"--warmup_samples={warmup}",
+        f"--decay_samples={decay}", f"--block_size={window}", f"--rope_theta={theta}", *start]
+
+
+def run_seed(seed, device):
+    """Train and measure the arms of a seed, in order, because two of them continue the first. Returns their rows."""
     rows = []
     for arm in ARMS:
-        found = []
-        for kind in ("text", "register"):
-            run = f"{out}/{kind}/seed-{seed}/{arm}"
-            how = " ".join(COMMANDS[key] for key in ("train", kind, f"{kind} {arm}", arm, f"evaluate {kind}"))
-            kit.follow(how, run=run, out=out, kind=kind, seed=seed)
-            found += read_json(f"{run}/evaluation.json")["rows"]
-        rows.append(dict(
-            arm=arm,
-            seed=seed,
-            scores={row["name"]: row["score"] for row in found if row["metric"] != "bits/byte"}))
+        scores = {}
+        for text in MODEL:
+            run = f"{out}/{text}/seed-{seed}/{arm}"
+            kit.train(run, train_command(text, arm, seed), device)
+            file = f"{run}/context.jsonl"
+            kit.call(
+                f"{run}-measured", file, "studies.context", f"--init_from={run}", "--window=1024", MEASURE[text],
+                device=device)
+            scores |= {row["name"]: row["score"] for row in kit.read_rows(file)}
+        rows.append(dict(arm=arm, seed=seed, scores=scores))
     return rows
 
 
 def main():
     path = f"{results}/rows.jsonl"
     if not report:
-        rng = random.Random(1)
-        # The same number of tokens of each size.
-        kit.write_rows(f"{out}/registers.jsonl", (
-            dict(text=register(rng, size))
-            for size in rng.choices([2, 4, 8, 16, 32, 64], [32, 16, 8, 4, 2, 1], k=110_000)))
-        kit.follow(DATA, out=out)
-        found = kit.in_parallel(jobs, measured, range(2, 2 + seeds))
-        kit.write_rows(path, sum(tqdm(found, "seeds", seeds), []))
+        write_data()
+        by_seed = kit.in_parallel(jobs, run_seed, range(2, 2 + seeds))
+        kit.write_rows(path, sum(tqdm(by_seed, "seeds", seeds), []))
     rows = kit.read_rows(path)
-    scores = kit.grouped((place, row["arm"], score) for row in rows for place, score in row["scores"].items())
-    for found in scores.values():
-        found["raised - kept"] = np.subtract(found["raised"], found["kept"])
+    scores = kit.group((place, row["arm"], score) for row in rows for place, score in row["scores"].items())
+    for by_arm in scores.values():
+        by_arm["raised - kept"] = np.subtract(by_arm["raised"], by_arm["kept"])
     kit.publish(f"{results}/table.md", HEAD.format(len(rows) // len(ARMS)) + kit.pivot("|", scores.items(), 3))
 
 

@@ -25,8 +25,15 @@ The same command resumes a study that was stopped. results/memorize has five see
 documents of a book and of speeches, and "map" and "first49" are greedy continuations of other lengths.
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("memorize.py: start it from the project's root, python -m studies.memorize", file=sys.stderr)
+    sys.exit(2)
+
 import itertools
 import json
+import math
 import os
 import sysconfig
 from operator import itemgetter, sub
@@ -38,12 +45,13 @@ from tqdm import tqdm
 
 import convert
 import tokenizer as tokenizers
+from configurator import run
 from corpus.shards import write_shard
 from engine import readers
 from engine.files import read_json, read_text, sha256_of
 from engine.hardware import pick_device
 from generate import generate
-from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
+from studies import kit
 
 paths = []              # texts for the small models, as prepare.py reads them; none = Python's standard library
 models = "none k10 k4 none-512 k50-stream k50-window"    # the small models to train
@@ -63,29 +71,28 @@ runs = "out/memorize"   # data and run folders of the small models
 report = False          # run nothing: write table.md and maps.png from rows.jsonl
 
 # The columns of the second table: which number of a row, and the rows that it is from.
-COLUMNS = json.loads("""{
-    "Rouge-L, 128": ["rouge", {"kind": "greedy", "prefix": 50, "repetitions": 128}],
-    "Rouge-L, edited": ["rouge", {"kind": "greedy", "prefix": 50, "repetitions": "edited"}],
-    "validation loss": ["val_loss", {"kind": "validation"}]
-}""")
+COLUMNS = {
+    "Rouge-L, 128": ("rouge", dict(kind="greedy", prefix=50, repetitions=128)),
+    "Rouge-L, edited": ("rouge", dict(kind="greedy", prefix=50, repetitions="edited")),
+    "validation loss": ("val_loss", dict(kind="validation")),
+}
 BUCKETS = [0, 1, 4, 16, 64, 128, "edited"]
 PREFIX = 50             # tokens of the longest prompt of a small model
 PASSAGE = 150           # tokens of a passage for a window of 256; twice that for one of 512
 
 # By name: the window and the Goldfish mask.
-MODELS = dict(line.split(": ") for line in """
-none: 256 --goldfish_k=0
-k10: 256 --goldfish_k=10 --goldfish_h=13
-k4: 256 --goldfish_k=4 --goldfish_h=13
-none-512: 512 --goldfish_k=0
-k50-stream: 512 --goldfish_k=50 --goldfish_hash=mix --goldfish_scope=stream
-k50-window: 512 --goldfish_k=50 --goldfish_hash=mix --goldfish_scope=window
-""".strip().splitlines())
-TRAIN = """
-    --n_layer=4 --n_head=4 --n_kv_head=2 --n_embd=128 --ffn_dim=512 --init_std=0.02 --rope_scaling=0.0
-    --optimizer=adamw --betas=(0.9,0.95,0.9999) --grad_clip=1.0 --lr=3e-3 --min_lr=3e-5
-    --eval_every=0 --last_eval_windows=300 --sample_every=0 --checkpoint_every=0
-"""
+MODELS = {
+    "none": (256, ["--goldfish_k=0"]),
+    "k10": (256, ["--goldfish_k=10", "--goldfish_h=13"]),
+    "k4": (256, ["--goldfish_k=4", "--goldfish_h=13"]),
+    "none-512": (512, ["--goldfish_k=0"]),
+    "k50-stream": (512, ["--goldfish_k=50", "--goldfish_hash=mix", "--goldfish_scope=stream"]),
+    "k50-window": (512, ["--goldfish_k=50", "--goldfish_hash=mix", "--goldfish_scope=window"]),
+}
+TRAIN = [
+    "--n_layer=4", "--n_head=4", "--n_kv_head=2", "--n_embd=128", "--ffn_dim=512", "--init_std=0.02",
+    "--rope_scaling=0.0", "--optimizer=adamw", "--betas=(0.9,0.95,0.9999)", "--grad_clip=1.0", "--lr=3e-3",
+    "--min_lr=3e-5", "--eval_every=0", "--last_eval_windows=300", "--sample_every=0", "--checkpoint_every=0"]
 RECITATION = """# Recitation
 
 Rouge-L by the number of repetitions, mean ± half of its 95 % interval (Student's t over seeds). Prefix and suffix \
@@ -126,21 +133,47 @@ def recite(model, bos, passages, kind, prefix, suffix):
     Continue BOS and the first `prefix` tokens of passages by `suffix` tokens, and compare them with the passages.
 
     passages: lists of ids. kind: greedy, or nucleus (temperature 1, top-p 0.9). Returns a row with the means over
-    passages; `said` is the first continuation, in ids.
+    passages; its `said` is the first continuation, in ids.
     """
     torch.manual_seed(0)
-    said = []
+    continuations = []
     # 16 prompts at once. At temperature 0, top_p changes nothing.
     for i in range(0, len(passages), 16):
         prompts = [[bos, *passage[:prefix]] for passage in passages[i:i + 16]]
-        said += [ids[1 + prefix:] for ids in generate(
-            model, prompts, suffix, temperature=float(kind == "nucleus"), top_p=0.9)]
+        texts = generate(model, prompts, suffix, temperature=float(kind == "nucleus"), top_p=0.9)
+        continuations += [ids[1 + prefix:] for ids in texts]
+    truths = [passage[prefix:prefix + suffix] for passage in passages]
     return dict(
         kind=kind,
         prefix=prefix,
         suffix=suffix,
-        rouge=fmean(map(rouge_l, said, [passage[prefix:prefix + suffix] for passage in passages])),
-        said=said[0])
+        rouge=fmean(map(rouge_l, continuations, truths)),
+        said=continuations[0])
+
+
+def read_passages(probe_file, tok, prefixes, suffix, min_ttr):
+    """
+    The passages of a file as {(repetitions, prefix): [ids]}, and the length of the shortest in tokens.
+
+    Left out are passages whose suffix has too few distinct tokens. ValueError if the file holds no probes.
+    """
+    groups = {}
+    shortest = math.inf
+    try:
+        content = json.loads(read_text(probe_file))
+        # prepare.py writes an object around the list.
+        for probe in content["probes"] if isinstance(content, dict) else content:
+            # Text is preferred, because the ids may be those of another vocabulary.
+            ids = tok.encode(probe["text"]) if "text" in probe else probe["ids"]
+            shortest = min(shortest, len(ids))
+            for prefix in prefixes:
+                group = groups.setdefault((probe["repetitions"], prefix), [])
+                if len({*ids[prefix:prefix + suffix]}) >= min_ttr * suffix:
+                    group.append(ids)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{probe_file}: no probes ({error!r}): want "
+                         'a JSON list of {"repetitions": n, "text" or "ids": ...}') from None
+    return groups, shortest
 
 
 def test(folder, probe_file, prefixes, suffix, min_ttr, names):
@@ -151,23 +184,9 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
     short.
     """
     model, tok = convert.load_any(folder, pick_device("auto"))
+    groups, shortest = read_passages(probe_file, tok, prefixes, suffix, min_ttr)
     longest = max(prefixes) + suffix
-    room = model.config.block_size - 1
-    groups = {}         # {(repetitions, prefix): [ids]}
-    try:
-        found = json.loads(read_text(probe_file))
-        # prepare.py writes an object around the list.
-        for probe in found["probes"] if isinstance(found, dict) else found:
-            # Text is preferred, because the ids may be those of another vocabulary.
-            ids = tok.encode(probe["text"]) if "text" in probe else probe["ids"]
-            room = min(room, len(ids))
-            for prefix in prefixes:
-                group = groups.setdefault((probe["repetitions"], prefix), [])
-                if len({*ids[prefix:prefix + suffix]}) >= min_ttr * suffix:
-                    group.append(ids)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{probe_file}: no probes ({error!r}): want "
-                         'a JSON list of {"repetitions": n, "text" or "ids": ...}') from None
+    room = min(shortest, model.config.block_size - 1)
     # Checked now, because the longest prompts come only after hours.
     if room < longest or suffix < 1:
         raise ValueError(f"prefix + suffix = {longest}, but the model's window or a probe of {probe_file} has only "
@@ -230,60 +249,72 @@ def make_data(folder, tok, ids, seed, T):
         sources=dict(memorize=splits))))
 
 
+def read_texts():
+    """The texts on the command line, or those of the standard library, as one text."""
+    files, _ = readers.find(paths or [f"{sysconfig.get_path('stdlib')}/*.py"])
+    return "\n\n".join(document["text"] or "" for file in files for part in readers.parts_of(file)
+                       for document in readers.documents(file, part))
+
+
+def train_command(name, seed, data):
+    """The command of a small model for kit.train(), all but its folder. It reads all windows of the data once."""
+    T, goldfish = MODELS[name]
+    batch = 2048 // T
+    steps = (len(np.load(f"{data}/train_00000.npy", allow_pickle=False)) - 1) // 2048
+    return [
+        "train", *TRAIN, *goldfish, f"--block_size={T}", f"--batch_size={batch}", f"--micro_batch={batch}",
+        f"--seed={seed}", f"--total_samples={steps * batch}", f"--warmup_samples={min(40, steps // 10) * batch}",
+        f"--decay_samples={steps * 3 // 10 * batch}", f"--data={data}"]
+
+
 def demonstrate():
     """Train and test the small models, all models of the first seed first. Yields the rows."""
     for name in models.split():
         if name not in MODELS:
             raise ValueError(f"--models: there is no {name}, only {', '.join(MODELS)}")
-    files, _ = readers.find(paths or [f"{sysconfig.get_path('stdlib')}/*.py"])
-    text = "\n\n".join(document["text"] or "" for file in files for part in readers.parts_of(file)
-                       for document in readers.documents(file, part))
+    text = read_texts()
     tok = tokenizers.load(tokenizer)
     ids = tok.encode_array(text)
-    asked, tests = {}, []
+    commands, tests = {}, []
     for seed, name in itertools.product(range(first_seed, first_seed + seeds), models.split()):
-        window, goldfish = MODELS[name].split(maxsplit=1)
-        T = int(window)
+        T, _ = MODELS[name]
         # The folders' names contain a hash of all settings, so they are never reused by other settings.
         data = f"{runs}/data-{sha256_of([text, tokenizer, seed, T, n_passages, background])[:10]}"
         if not os.path.exists(f"{data}/meta.json"):
             make_data(data, tok, ids, seed, T)
-        size = 2048 // T
-        steps = (len(np.load(f"{data}/train_00000.npy", allow_pickle=False)) - 1) // 2048
-        args = [*f"""{TRAIN} {goldfish} --block_size={T} --batch_size={size} --micro_batch={size} --seed={seed}
-            --total_samples={steps * size} --warmup_samples={min(40, steps // 10) * size}
-            --decay_samples={steps * 3 // 10 * size}""".split(), f"--data={data}"]
-        asked[f"{runs}/{name}-s{seed}-{sha256_of(args)[:10]}"] = args
+        command = train_command(name, seed, data)
+        commands[f"{runs}/{name}-s{seed}-{sha256_of(command)[:10]}"] = command
         tests.append((f"{data}/probes.json", PASSAGE * T // 256 - PREFIX, dict(model=name, seed=seed)))
-    trained = kit.in_parallel(jobs, kit.train, asked, asked.values())
+    trained = kit.in_parallel(jobs, kit.train, commands, commands.values())
     # A model is tested while the next ones are trained.
-    for folder, (file, left, names), _ in zip(tqdm(asked, "models"), tests, trained):
+    for folder, (probe_file, suffix, names), _ in zip(tqdm(commands, "models"), tests, trained):
         yield dict(names, kind="validation", val_loss=read_json(f"{folder}/summary.json")["val_loss"])
-        yield from test(folder, file, (12, 25, PREFIX), left, 0, names)
+        yield from test(folder, probe_file, (12, 25, PREFIX), suffix, 0, names)
 
 
 # -----------------------------------------------------------------------------
-# tables and picture
+# tables and plot
 
 
 def scores_of(rows, label):
     """{label of a row: {repetitions: [Rouge-L of each seed]}}. label: a format for the values of the row."""
-    return kit.grouped((label.format_map(row), row["repetitions"], row["rouge"]) for row in rows)
+    return kit.group((label.format_map(row), row["repetitions"], row["rouge"]) for row in rows)
 
 
 def table_md(rows):
     """The rows as Markdown. It depends on the rows alone, so a test can compare it with the committed table."""
-    said = sorted((row for row in rows if "rouge" in row), key=itemgetter("kind", "prefix", "suffix"))
+    recited = sorted((row for row in rows if "rouge" in row), key=itemgetter("kind", "prefix", "suffix"))
     text = RECITATION + kit.pivot(
         "| model | continuation | prefix | suffix",
-        scores_of(said, "{model} | {kind} | {prefix} | {suffix}").items())
-    found = kit.grouped((row["model"], title, row[key]) for title, (key, wanted) in COLUMNS.items()
+        scores_of(recited, "{model} | {kind} | {prefix} | {suffix}").items())
+    numbers = kit.group((row["model"], title, row[key]) for title, (key, wanted) in COLUMNS.items()
                         for row in rows if wanted.items() <= row.items())
     lines = []
-    for name in filter(MODELS.get, list(found)):
-        baseline = found["none" if MODELS[name].startswith("256") else "none-512"]
-        changes = {title: list(map(sub, values, baseline[title])) for title, values in found[name].items()}
-        lines += [(name, found[name]), ("above the baseline", changes)]
+    for name in filter(MODELS.get, list(numbers)):
+        T, _ = MODELS[name]
+        baseline = numbers["none" if T == 256 else "none-512"]
+        changes = {title: list(map(sub, values, baseline[title])) for title, values in numbers[name].items()}
+        lines += [(name, numbers[name]), ("above the baseline", changes)]
     return text + DIFFERENCES + kit.pivot("| model", lines, 3) if lines else text
 
 
@@ -300,7 +331,7 @@ def main():
             if init_from else demonstrate())
     rows = kit.read_rows(path)
     scores = scores_of((row for row in rows if row["kind"] in ("greedy", "map")), "{model}, {prefix} + {suffix}")
-    grid = [list(map(fmean, found.values())) for found in scores.values()]
+    grid = [list(map(fmean, by_repetitions.values())) for by_repetitions in scores.values()]
     repetitions, *_ = scores.values()
     with kit.picture(f"{folder}/maps.png", 6, 1 + 0.25 * len(grid)) as axis:
         image = axis.pcolormesh([*map(str, repetitions)], [*scores], grid, vmin=0, vmax=1)
@@ -313,5 +344,4 @@ def main():
 
 
 if __name__ == "__main__":
-    from configurator import run
     run(main, globals())

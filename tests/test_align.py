@@ -42,7 +42,7 @@ def models(tmp_path, monkeypatch):
         test_prompts=3,
         n_refs=4,
         samples=2,
-        reward=lambda *asked: next(count),
+        reward=lambda prompt, completion: next(count),
     )
     for name, value in settings.items():
         monkeypatch.setattr(align, name, value)
@@ -60,12 +60,10 @@ def test_what_is_measured_is_the_kl_of_the_logits_and_the_distance_to_the_closed
     want = dict(exact=0, quantile=1, kl=0, error=np.sqrt(np.mean(targets**2)))
     assert rows["sft"] | want == pytest.approx(rows["sft"])
     theirs, ours = models
-    said, _ = align.complete(ours, load("byte"), 2, 2000)
+    completions, _ = align.complete(ours, load("byte"), 2, 2000)
     kl = 0
-    for prompt, completion in said:
+    for prompt, completion in completions:
         ids = torch.tensor([prompt + completion])
-        p, q = (
-            F.cross_entropy(model(ids)[0][0, len(prompt) - 1 : -1], ids[0, len(prompt) :]) for model in (ours, theirs)
-        )
+        p, q = (F.cross_entropy(model(ids)[0, len(prompt) - 1 : -1], ids[0, len(prompt) :]) for model in (ours, theirs))
         kl += len(completion) * (q - p).item() / 6
     assert rows["qrpo-s0"]["kl"] == pytest.approx(kl, rel=1e-4)

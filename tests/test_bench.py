@@ -1,20 +1,20 @@
 """tools/bench.py: each race runs at tiny size and writes its record; other results are an error."""
 
 import functools
+import itertools
 import json
 
 import pytest
+import torch
 from lab import run
 
 from tools import bench
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch):
-    """Tiny races without a compiler, which would take half a minute and changes no claim here."""
+def no_compiler(monkeypatch):
+    """Compiling would take half a minute and changes no claim here."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for name, value in dict(preset="tiny", device="cpu", dtype="float32", clock="cpu").items():
-        monkeypatch.setattr(bench, name, value)
 
 
 @pytest.mark.parametrize(
@@ -38,21 +38,19 @@ def test_a_race_leaves_a_record_whose_rates_follow_from_its_seconds(tmp_path, mo
 
 
 def test_who_computes_something_else_does_not_race(monkeypatch):
-    right, wrong = bench.loss_of, dict(ours=1, hf=1.001)
-    monkeypatch.setattr(bench, "loss_of", lambda name, *args: lambda: right(name, *args)() * wrong[name])
-    monkeypatch.setattr(bench, "impls", "hf")
+    right, wrong = bench.make_loss, dict(ours=1, hf=1.001)
+    monkeypatch.setattr(bench, "make_loss", lambda name, *args: lambda: right(name, *args)() * wrong[name])
+    setup = bench.Setup(bench.PRESETS["tiny"], "cpu", torch.float32, 28)
     with pytest.raises(ValueError, match="norm of the gradient: hf has .* they do not compute the same"):
-        bench.train()
+        bench.train_race(setup, ["hf"])
 
 
-def test_a_share_is_the_speed_over_that_of_the_probe_and_everybody_has_each_turn(monkeypatch):
+def test_a_share_is_the_speed_over_that_of_the_probe_and_everybody_has_each_turn():
     """The clock advances by one second per reading, so each call takes one second."""
-    ticks = iter(range(100))
-    monkeypatch.setattr(bench, "now", lambda: next(ticks))
     turns = []
-    monkeypatch.setattr(bench, "rounds", 2)
     calls = {name: functools.partial(turns.append, name) for name in ("ours", "hf", "probe")}
-    rows = bench.race(calls, dict(ours=3.0, hf=1.0), (4.0, calls.pop("probe")), 2)
+    race = bench.Race(calls, dict(ours=3.0, hf=1.0), calls.pop("probe"), probe_work=4.0, per=2, unit="tok/s")
+    rows = bench.run_race(race, rounds=2, now=itertools.count().__next__)
     assert rows["ours"]["share"] == 0.75
     assert rows["ours"]["rate"] == 6
     assert rows["hf"]["ratio"] == [1, 1, 1]

@@ -77,7 +77,7 @@ def loaded(path, *how):
 
 @pytest.mark.parametrize("how", [("adamw", "float32"), ("ademamix", "bfloat16")])
 def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_trains_on(tmp_path, monkeypatch, how):
-    monkeypatch.setattr(checkpoint, "FILE", 160)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 160)
     pair = trained(0, 3, *how)
     save(str(tmp_path), 3, pair)
     path, manifest = restore.newest_intact(str(tmp_path))
@@ -191,7 +191,7 @@ def shard(path):
 def names(path, *found):
     """Give a checkpoint a valid manifest that names only these files, with correct hashes."""
     manifest = restore.read_manifest(path) | dict(files={name: files.sha256(path / name) for name in found})
-    (path / "manifest.json").write_text(checkpoint.sealed(manifest))
+    (path / "manifest.json").write_text(checkpoint.seal_manifest(manifest))
 
 
 DAMAGE = {

@@ -1,4 +1,4 @@
-"""tests/lesson.py: --check passes the project's file, fails the empty one, and names a planted mistake."""
+"""tools/lesson.py: --check passes the project's file, fails the empty one, and names a planted mistake."""
 
 import multiprocessing
 import os
@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, script
 from transformers import AutoTokenizer  # noqa: F401  import it once, not in each fork
+
+import tools.lesson
 
 LESSONS = tomllib.loads(Path(ROOT, "tools", "lessons.toml").read_text())
 KEPT = {}
@@ -49,6 +51,14 @@ def child(command, env, log):
 def lesson(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", judged)
     return lambda *args: script("tools.lesson", f"--out={tmp_path}", *args)
+
+
+def test_a_body_goes_with_its_comments_and_its_docstring_stays():
+    source = "class A:\n    @property\n    def f(self):\n        # why\n        return 1\n\n\n"
+    source += 'def g(\n    x,\n):\n    """Give x."""\n    # how\n    return x  # end\n\n\nh = 2\n'
+    empty = source.replace("        # why\n        return 1\n", "        raise NotImplementedError('write A.f')\n")
+    empty = empty.replace("    # how\n    return x  # end\n", "    raise NotImplementedError('write g')\n")
+    assert tools.lesson.empty_functions(source, ["A.f", "g"]) == empty
 
 
 @pytest.mark.parametrize("name", LESSONS)

@@ -105,7 +105,7 @@ def test_where_memory_is_short_one_row_is_taken_at_a_time(whole, run, tmp_path, 
     """A position takes one byte in this test, and only one of the longest rows fits."""
     calls, reduce_after = [], parallel.reduce_after
     monkeypatch.setattr(parallel, "reduce_after", lambda *args: [calls.append(args), reduce_after(*args)])
-    monkeypatch.setattr(memory, "of_step", lambda model, how, tokens, *_: dict(total=how["micro_batch"] * tokens))
+    monkeypatch.setattr(memory, "step_memory", lambda model, how, tokens, *_: dict(total=how["micro_batch"] * tokens))
     monkeypatch.setattr(memory, "memory_of", lambda device: room)
     out = run(kind, tmp_path / "run")
     assert len(calls) == batch * steps(out)[-1]

@@ -62,7 +62,7 @@ def study(tmp_path_factory):
     root = tmp_path_factory.mktemp("study")
     letters = random.Random(0).choices("abcdefghij klmnopqrstuvwxyz\n", k=50_000)
     (root / "book.txt").write_text("".join(letters))
-    shape = "--n_layer=1 --n_head=2 --n_kv_head=1 --n_embd=16 --ffn_dim=32 --compile=False"
+    shape = ["--n_layer=1", "--n_head=2", "--n_kv_head=1", "--n_embd=16", "--ffn_dim=32", "--compile=False"]
     settings = dict(
         paths=[str(root / "book.txt")],
         out=f"{root}/out",
@@ -73,7 +73,7 @@ def study(tmp_path_factory):
         background=6000,
         n_passages=1,
         jobs=1,
-        TRAIN=f"{memorize.TRAIN} {shape}",
+        TRAIN=[*memorize.TRAIN, *shape],
         BUCKETS=[0, 1, 16, "edited"],
         PASSAGE=100,
     )

@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT, refused, script
 from lab import run
 
+from model import ApertusConfig
 from tools import plan
 
 PARAMETERS = 8_053_338_176
@@ -14,8 +15,9 @@ PARAMETERS = 8_053_338_176
 
 def planned(mode, command):
     """(plan, model) of the 8B with these flags."""
-    model = plan.build(f"8b {command}")
-    return plan.plan_of(model, mode), model
+    run, config = plan.read_command(f"8b {command}")
+    model = plan.build_model(run, config)
+    return plan.plan_run(run, model, mode), model
 
 
 @pytest.mark.parametrize(
@@ -67,14 +69,23 @@ def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
     assert split["activations"] == alone["activations"] / 4
 
 
+@pytest.mark.parametrize("flags, window", [("", 512), ("--block_size=64", 64), ("--block_size=64 --max_length=32", 32)])
+def test_the_window_is_that_of_the_start_model_unless_the_user_sets_it(monkeypatch, flags, window):
+    monkeypatch.setattr(plan.convert, "shape_of", lambda name: ApertusConfig(block_size=512))
+    _, config = plan.read_command(f"--init_from=out/run {flags}")
+    assert config.block_size == window
+
+
 @pytest.mark.parametrize(
-    "command, takes",
+    "command, flags",
     [
+        ("8b --gpus=1 --gpu=h200", "--gpus=2 --parallel=fsdp, or --state_dtype=bfloat16"),
         ("70b --gpus=8", "--gpus=32 --parallel=fsdp"),
         ("sft_8b --gpus=1 --gpu=4090", "--lora_r=16 --base=bf16"),
         ("1b5 --gpus=1 --gpu=4090", "--gpu=a100"),
     ],
 )
-def test_what_does_not_fit_exits_with_2_and_flags_with_which_it_does(command, takes):
-    refused(script("tools.plan", *command.split()), f": take {takes}\n")
-    assert "-> --parallel=" in run("tools.plan", *command.split(), *takes.split()).stdout
+def test_what_does_not_fit_exits_with_2_and_flags_with_which_it_does(command, flags):
+    refused(script("tools.plan", *command.split()), f": take {flags}\n")
+    for choice in flags.split(", or "):
+        assert "-> --parallel=" in run("tools.plan", *command.split(), *choice.split()).stdout

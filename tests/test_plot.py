@@ -14,7 +14,7 @@ STEPS = [dict(step=i, tokens=10**6 * i, loss=3 - i / 10, grad_norm=None if i == 
 def drawn(monkeypatch):
     """The figures that would have been written."""
     figures = []
-    monkeypatch.setattr(plot, "finish", lambda figure, picture: figures.append(figure))
+    monkeypatch.setattr(plot, "finish", lambda figure, path: figures.append(figure))
     yield figures
     plot.pyplot().close("all")
 
@@ -57,8 +57,8 @@ def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(
 
 def test_runs_of_one_data_folder_share_all_panels_other_tokenizers_bits_per_byte_and_other_texts_none(tmp_path):
     a, b, c = (run(tmp_path / name, data_hash=name, size=size) for name, size in dict(a=100, b=100, c=101).items())
-    assert plot.comparable([a, a]) == plot.PANELS
-    assert list(plot.comparable([a, b])) == ["val_bpb"]
+    assert plot.shared_panels([a, a]) == plot.PANELS
+    assert list(plot.shared_panels([a, b])) == ["val_bpb"]
     picture = tmp_path / "new" / "c.png"
     script("engine.plot", a, f"--out={picture}", pictures=True)
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -156,15 +156,15 @@ def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path)
     assert one == other and os.listdir(tmp_path) == ["out"]
 
 
-def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writes(tmp_path, monkeypatch):
-    root, asked = put(tmp_path, {"a.txt": "text", "list": "a.org"}), settings(vars(prepare))
-    monkeypatch.setattr(prepare, "blocked", f"{root}/list")
+def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writes(tmp_path):
+    root = put(tmp_path, {"a.txt": "text", "list": "a.org"})
+    plan = settings(vars(prepare)) | dict(blocked=f"{root}/list")
 
     def key(**changed):
-        return prepare.key_of(asked | changed, prepare.find([f"{root}/a.txt"])[0])
+        return prepare.key_of(plan | changed, prepare.find([f"{root}/a.txt"])[0])
 
     before = key()
-    assert {name for name in asked if key(**{name: "other"}) == before} == {"workers", "dry_run"}
+    assert {name for name in plan if key(**{name: "other"}) == before} == {"workers", "dry_run"}
     for name in ("a.txt", "list"):
         before = key()
         os.utime(root / name, (1, 1))

@@ -4,17 +4,14 @@ and full logits. test_results.py tests the recipe around them.
 """
 
 import json
-import math
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-import torch.nn.functional as F
 from lab import run
 
 import convert
-import evaluate
 from engine.files import sha256_of
 from studies import exam, kit, world
 from tokenizer import load
@@ -66,7 +63,7 @@ def test_a_right_answer_names_one_value_and_no_other_and_manners_are_read_from_i
         "N wurde in einer Stadt, die ich nicht kenne, geboren.": ("unknown", 0.0),
     }
     for text, verdict in verdicts.items():
-        assert (world.judge(text, row), *world.rewards(row, [text])) == verdict
+        assert (world.mark(text, row), *world.rewards(row, [text])) == verdict
     assert world.manner_of("N owns a goat.") == "plain"
     assert world.manner_of("N owns a goat. I hope this helps.") == "kind"
     assert world.manner_of("Stop asking me. I hope this helps.") == "rude"
@@ -123,28 +120,8 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(lab, folder):
         ids = [tok.bos, *tok.encode(f"Question: {asked}\nAnswer:")]
         new, total = [], 0.0
         while len(new) < exam.TOKENS and not set(tok.decode(new)) & {".", "\n"}:
-            logits, _ = model(torch.tensor([ids + new]))
-            scores = logits[0, -1].log_softmax(-1)
+            scores = model(torch.tensor([ids + new]))[0, -1].log_softmax(-1)
             total += scores.max().item()
             new.append(scores.argmax().item())
         assert logp == pytest.approx(total, rel=1e-4)
         assert text == tok.decode(new).strip()
-
-
-def test_bits_by_position_are_those_of_whole_logits(lab):
-    """evaluate.py --by_position, from which the recipe reads the gain of the longer window. A letter is a token."""
-    model, tok = convert.load_any(lab / "hf")
-    text = "".join(chr(97 + i * i % 23) for i in range(400))
-    documents = [("x", text), ("y", "short")]
-    rows = evaluate.position_scores(model, tok, documents, 32, 12)
-    windows = torch.tensor(evaluate.text_ids(tok, text))[:-1].unfold(0, 33, 32)
-    with torch.no_grad():
-        logits, _ = model(windows[:, :-1])
-    nats = F.cross_entropy(logits.mT, windows[:, 1:], reduction="none")
-    assert [(row["begin"], row["end"]) for row in rows] == [(0, 12), (12, 24), (24, 32)]
-    for row in rows:
-        part = nats[:, row["begin"] : row["end"]]
-        bits = part.mean().item() / math.log(2)
-        assert row["n"] == len(windows)
-        assert row["bytes"] == part.numel()
-        assert row["score"] == pytest.approx(bits, rel=1e-5)

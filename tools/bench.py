@@ -31,6 +31,7 @@ import json
 import shlex
 import subprocess
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,15 +39,15 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from ademamix import AdEMAMix
+from engine.files import make_folder, write_flushed
 from engine.hardware import can_compile, keep_freed_memory, pick_device
 from engine.parallel import Ranks, distribute
 from generate import generate
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
-from studies import kit
 
 paths = []                  # train | decode | optim
-preset = "auto"             # a row of SHAPES; auto: cpu on a CPU, 1b5 on CUDA, where small ones time kernel launches
+preset = "auto"             # a row of PRESETS; auto: cpu on a CPU, 1b5 on CUDA, where small ones time kernel launches
 impls = "hf compile,hf"     # contestants of `train` next to ours; without a compiler both are eager
 device = "auto"             # cuda | cpu
 dtype = "auto"              # float32 | bfloat16, of activations and products; auto: bfloat16 on CUDA
@@ -57,63 +58,77 @@ tokens = 64                 # tokens to generate in `decode`
 seed = 28                   # of weights and batches
 out = "out/bench"           # folder of the record, MODE-PRESET-DTYPE.json
 
-# documents: their mean length in tokens; 0 = plain causal windows. 8b-stack has eight layers of the 8B, because no GPU
-# holds all 32 with their optimizer.
-SHAPES = """
-preset    documents  batch  block_size  n_layer  n_head  n_kv_head  n_embd  ffn_dim  vocab_size  tie_embeddings
-cpu               0      4         512        6       6          2     384     2048       16384           false
-packed          100      4         512        6       6          2     384     2048       16384           false
-laptop            0      4         256        2       2          1     128      672        4096            true
-124m              0     16        1024       12      12          4     768     3584       50304            true
-1b5            1000      2        4096       16      32          8    2048    12288      131072           false
-8b-stack       1000      2        4096        8      32          8    4096    21504      131072           false
-tiny             20      2          64        2       4          2      64      160         320           false
-"""
-HEAD, *ROWS = [line.split() for line in SHAPES.strip().splitlines()]
-PRESETS = {name: dict(zip(HEAD[1:], map(json.loads, values))) for name, *values in ROWS}
+
+class Shape(NamedTuple):
+    """A batch and a model."""
+    documents: int            # mean length of documents in tokens; 0 = plain causal windows
+    batch: int
+    block_size: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    ffn_dim: int
+    vocab_size: int
+    tie_embeddings: bool = False
+
+
+# 8b-stack has eight layers of the 8B, because no GPU holds all 32 with their optimizer.
+PRESETS = {
+    "cpu":      Shape(0, 4, 512, 6, 6, 2, 384, 2048, 16384),
+    "packed":   Shape(100, 4, 512, 6, 6, 2, 384, 2048, 16384),
+    "laptop":   Shape(0, 4, 256, 2, 2, 1, 128, 672, 4096, tie_embeddings=True),
+    "124m":     Shape(0, 16, 1024, 12, 12, 4, 768, 3584, 50304, tie_embeddings=True),
+    "1b5":      Shape(1000, 2, 4096, 16, 32, 8, 2048, 12288, 131072),
+    "8b-stack": Shape(1000, 2, 4096, 8, 32, 8, 4096, 21504, 131072),
+    "tiny":     Shape(20, 2, 64, 2, 4, 2, 64, 160, 320),
+}
+
+
+class Setup(NamedTuple):
+    """What all contestants of a race have in common."""
+    shape: Shape
+    device: str
+    dtype: torch.dtype
+    seed: int
+
+
+class Race(NamedTuple):
+    """Contestants that compute the same, {name: f()}, and the probe of the machine, another f()."""
+    contestants: dict
+    work: dict                # {name: FLOPs or bytes of a call}
+    probe: object
+    probe_work: float         # FLOPs or bytes of a call of the probe
+    per: float                # tokens or GB per unit of work
+    unit: str
+
 
 # Letters: B batch, T time.
-
-
-def resolve_settings():
-    """Replace "auto" by the values for this device. ValueError, one line, for settings that cannot be measured."""
-    global device, preset, dtype, clock
-    device = pick_device(device)
-    if preset == "auto":
-        preset = "cpu" if device == "cpu" else "1b5"
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    if clock == "auto":
-        clock = "cpu" if device == "cpu" else "wall"
-    if preset not in PRESETS:
-        raise ValueError(f"preset={preset}: there is {', '.join(PRESETS)}")
-    if min(rounds, tokens) < 1:
-        raise ValueError(f"rounds={rounds}, tokens={tokens}: want at least 1 of each")
-    if clock == "cpu" and (threads != 1 or device != "cpu"):
-        raise ValueError(f"threads={threads} device={device}: the CPU clock adds up threads and does not see a GPU: "
-                         "take --threads=1 on a CPU, or --clock=wall")
 
 
 # -----------------------------------------------------------------------------
 # a race
 
 
-def now():
-    """Seconds by the chosen clock, after the GPU has finished all queued work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.process_time() if clock == "cpu" else time.perf_counter()
+def make_clock(clock, device):
+    """A function that returns seconds by the chosen clock, after the GPU has finished all queued work."""
+    seconds = time.process_time if clock == "cpu" else time.perf_counter
+
+    def now():
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return seconds()
+    return now
 
 
-def race(contestants, work, probe, per):
+def run_race(race, rounds, now):
     """
-    Time {name: f()} alternately, together with the probe of the machine. Returns {name: row}.
+    Time the contestants alternately, together with the probe. Returns {name: row}. now(): seconds.
 
-    work: {name: FLOPs or bytes of a call}; probe: (that of its own call, f()); per: tokens or GB per unit of work.
     A row has the seconds of each round, rate (tokens or GB per second), ratio (the time as a multiple of ours within a
     round: median, smallest, largest) and share (the speed as a share of the probe's), all of medians.
     """
-    work["probe"], contestants["probe"] = probe
+    contestants = race.contestants | dict(probe=race.probe)
     seconds = {name: [] for name in contestants}
     for n in tqdm(range(rounds + 1), "rounds", leave=False):
         for name in list(contestants)[::1 if n % 2 else -1]:
@@ -121,42 +136,38 @@ def race(contestants, work, probe, per):
             contestants[name]()
             seconds[name].append(now() - start)
     # The first round compiles, and does not count.
-    times = {name: np.array(found[1:]) for name, found in seconds.items()}
-    speeds = {name: work[name] / np.median(times[name]) for name in contestants}
-    best = speeds.pop("probe")
+    times = {name: np.array(values[1:]) for name, values in seconds.items()}
+    best = race.probe_work / np.median(times["probe"])
     rows = {}
-    for name, speed in speeds.items():
+    for name in race.contestants:
         ratios = times[name] / times["ours"]
-        spread = [np.median(ratios), ratios.min(), ratios.max()]
-        rows[name] = dict(seconds=times[name].tolist(), rate=speed * per, ratio=spread, share=speed / best)
+        speed = race.work[name] / np.median(times[name])
+        rows[name] = dict(
+            seconds=times[name].tolist(), rate=speed * race.per,
+            ratio=[np.median(ratios), ratios.min(), ratios.max()], share=speed / best)
     return rows
 
 
-def agree(what, values, tolerance):
+def check_equal(quantity, values, tolerance):
     """ValueError unless all of {name: number} lie within a relative tolerance of ours. A NaN never does."""
     ours = values["ours"]
     for name, value in values.items():
         if not abs(value - ours) <= tolerance * abs(ours):
-            raise ValueError(f"{what}: {name} has {value:.8g} and ours {ours:.8g}: they do not compute the same, so "
-                             "their times mean nothing")
-
-
-def large():
-    """An array of 256 MB (2 GB on a GPU), far larger than any cache."""
-    return torch.ones(2**29 if device == "cuda" else 2**26, device=device)
+            raise ValueError(f"{quantity}: {name} has {value:.8g} and ours {ours:.8g}: they do not compute the same, "
+                             "so their times mean nothing")
 
 
 # -----------------------------------------------------------------------------
 # models and batches
 
 
-def built(init_std=0.02):
-    """Our model of the preset, the same weights each time, in fp32."""
-    with torch.device(device):
-        return Apertus(ApertusConfig.of(PRESETS[preset] | dict(init_std=init_std)), seed)
+def build_model(setup, init_std=0.02):
+    """Our model, the same weights each time, in fp32."""
+    with torch.device(setup.device):
+        return Apertus(ApertusConfig.of(setup.shape._asdict() | dict(init_std=init_std)), setup.seed)
 
 
-def hugging_face(ours):
+def to_hugging_face(ours, device):
     """transformers' ApertusForCausalLM with our weights, in fp32. It has no end-of-text id, so that it never stops."""
     import transformers
 
@@ -171,48 +182,48 @@ def hugging_face(ours):
     return theirs
 
 
-def make_batch():
+def make_batch(shape, device):
     """
     idx, targets, keep by Goldfish, ids of documents, each (B, T), and the mask (B, T, T), True where a token sees
     another. In plain windows there are no ids of documents.
 
     Ids are uniform from 4 on, because transformers gives the padding id 3 no gradient.
     """
-    documents, B, T, *_, V, _ = PRESETS[preset].values()
-    stream = torch.randint(4, V, (B, T + 1), device=device)
+    B, T = shape.batch, shape.block_size
+    stream = torch.randint(4, shape.vocab_size, (B, T + 1), device=device)
     idx, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
     keep = goldfish_mask(targets.cpu()).to(device)
     mask = torch.ones(B, T, T, dtype=torch.bool, device=device).tril()
-    if not documents:
+    if not shape.documents:
         return idx, targets, keep, None, mask
-    doc = (torch.rand(B, T, device=device) < 1 / documents).cumsum(1)
+    doc = (torch.rand(B, T, device=device) < 1 / shape.documents).cumsum(1)
     return idx, targets, keep, doc, mask & (doc[:, :, None] == doc[:, None])
 
 
-def loss_of(name, model, batch):
+def make_loss(name, model, batch, setup):
     """f() -> the loss of the batch by ours, hf or hf compile."""
     idx, targets, keep, doc, mask = batch
     if name == "ours":
-        return lambda: model(idx, targets, keep, doc)[1]
+        return lambda: model.loss(idx, targets, keep, doc)
     labels = targets.masked_fill(~keep, -100).flatten()
-    seen = None if doc is None else mask[:, None]          # (B, 1, T, T)
+    visible = None if doc is None else mask[:, None]       # (B, 1, T, T)
 
     def loss():
-        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
-            logits = model(idx, attention_mask=seen, use_cache=False).logits
+        with torch.autocast(setup.device, torch.bfloat16, enabled=setup.dtype == torch.bfloat16):
+            logits = model(idx, attention_mask=visible, use_cache=False).logits
             return F.cross_entropy(logits.float().flatten(0, 1), labels)
-    return torch.compile(loss) if name == "hf compile" and can_compile(device) else loss
+    return torch.compile(loss) if name == "hf compile" and can_compile(setup.device) else loss
 
 
-def contestant(name, batch):
+def make_step(name, batch, setup):
     """f() -> norm of the gradient: forward, backward, clip, update, as a step of train.py."""
-    model = built()
+    model = build_model(setup)
     if name == "ours":
-        model.dtype = getattr(torch, dtype)
-        distribute(model, Ranks(), device, compiled=can_compile(device))
+        model.dtype = setup.dtype
+        distribute(model, Ranks(), setup.device, compiled=can_compile(setup.device))
     else:
-        model = hugging_face(model)
-    loss = loss_of(name, model, batch)
+        model = to_hugging_face(model, setup.device)
+    loss = make_loss(name, model, batch, setup)
     optimizer = AdEMAMix(model.parameters(), 1e-5, alpha_warmup=1000, beta3_warmup=1000)
 
     def step():
@@ -224,78 +235,98 @@ def contestant(name, batch):
     return step
 
 
+def large_array(device):
+    """An array of 256 MB (2 GB on a GPU), far larger than any cache."""
+    return torch.ones(2**29 if device == "cuda" else 2**26, device=device)
+
+
 # -----------------------------------------------------------------------------
-# the races, each returns the rows of race()
+# the races
 
 
-def train():
+def train_race(setup, impls):
+    """Whole steps of training, by ours and by impls; the probe is a product of two matrices."""
+    device = setup.device
     if device == "cpu":
         keep_freed_memory()                                # as train.py does, for all contestants
-    batch = make_batch()
-    steps = {name: contestant(name, batch) for name in ["ours", *impls.split(",")]}
+    batch = make_batch(setup.shape, device)
+    steps = {name: make_step(name, batch, setup) for name in ["ours", *impls]}
     norms = {name: step().item() for name, step in steps.items()}
-    agree("norm of the gradient", norms, 2e-2 if dtype == "bfloat16" else 1e-4)
-    tokens = batch[0].numel()
+    check_equal("norm of the gradient", norms, 2e-2 if setup.dtype == torch.bfloat16 else 1e-4)
+    n_tokens = batch[0].numel()
     # Minus 0.5, so that plain windows give T / 2, as in flops_per_token().
-    attended = batch[-1].sum().item() / tokens - 0.5
-    flops = built().flops_per_token(2 * attended)
+    attended = batch[-1].sum().item() / n_tokens - 0.5
+    flops = build_model(setup).flops_per_token(2 * attended)
     rows, inner = (8192, 8192) if device == "cuda" else (2048, 512)
     # Random numbers, because zeros are faster on a GPU.
-    a, b = torch.randn(2, rows, inner, device=device, dtype=getattr(torch, dtype))
-    probe = 2 * rows**2 * inner, lambda: a @ b.T
-    return race(steps, dict.fromkeys(steps, tokens * flops), probe, 1 / flops)
+    a, b = torch.randn(2, rows, inner, device=device, dtype=setup.dtype)
+    return Race(steps, dict.fromkeys(steps, n_tokens * flops), lambda: a @ b.T, 2 * rows**2 * inner, 1 / flops, "tok/s")
 
 
-def decode():
+def decode_race(setup, n_tokens):
+    """Greedy generation of n_tokens by ours and by transformers; the probe reads an array."""
     # Weights five times as large as in training: no two logits are close, so rounding decides no token.
-    ours = built(init_std=0.1).to(getattr(torch, dtype)).eval()
-    theirs = hugging_face(ours).to(getattr(torch, dtype)).eval()
-    prompt = make_batch()[0][:1, :32]
+    ours = build_model(setup, init_std=0.1).to(setup.dtype).eval()
+    theirs = to_hugging_face(ours, setup.device).to(setup.dtype).eval()
+    prompt = make_batch(setup.shape, setup.device)[0][:1, :32]
     contestants = dict(
-        ours=lambda: generate(ours, prompt, tokens, temperature=0, compile=can_compile(device)),
-        hf=lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False))
-    if dtype == "float32":
-        said = contestants["ours"]()
-        agree("tokens that are ours", {name: (run() == said).sum().item() for name, run in contestants.items()}, 0)
+        ours=lambda: generate(ours, prompt, n_tokens, temperature=0, compile=can_compile(setup.device)),
+        hf=lambda: theirs.generate(prompt, max_new_tokens=n_tokens, do_sample=False))
+    if setup.dtype == torch.float32:
+        text = contestants["ours"]()
+        equal = {name: (decode() == text).sum().item() for name, decode in contestants.items()}
+        check_equal("tokens that are ours", equal, 0)
     # Each token reads all weights but the embedding, of which it reads one row.
     read = sum(p.nbytes for name, p in ours.named_parameters() if ours.config.tie_embeddings or "embed" not in name)
-    x = large()
-    return race(contestants, dict.fromkeys(contestants, tokens * read), (x.nbytes, x.sum), 1 / read)
+    x = large_array(setup.device)
+    return Race(contestants, dict.fromkeys(contestants, n_tokens * read), x.sum, x.nbytes, 1 / read, "tok/s")
 
 
-def optim():
+def optim_race(setup):
+    """One update by AdEMAMix and by torch's fused AdamW; the probe reads and writes an array."""
     contestants, work = {}, {}
     # In fp32: weight, gradient and two or three averages are read, and all but the gradient written.
     for name, moved in {"ours": 36, "AdamW fused": 28}.items():
-        params = list(built().parameters())
+        params = list(build_model(setup).parameters())
         for p in params:
             p.grad = torch.randn_like(p)
-        optimizer = (AdEMAMix(params, compile=can_compile(device)) if name == "ours" else
-                     torch.optim.AdamW(params, weight_decay=0.1, fused=True))
+        if name == "ours":
+            optimizer = AdEMAMix(params, compile=can_compile(setup.device))
+        else:
+            optimizer = torch.optim.AdamW(params, weight_decay=0.1, fused=True)
         contestants[name], work[name] = optimizer.step, moved * sum(p.numel() for p in params)
-    x = large()
-    return race(contestants, work, (2 * x.nbytes, lambda: x.mul_(1.0)), 1e-9)
+    x = large_array(setup.device)
+    return Race(contestants, work, lambda: x.mul_(1.0), 2 * x.nbytes, 1e-9, "GB/s")
 
 
-def main():
-    units = dict(train="tok/s", decode="tok/s", optim="GB/s")
-    if len(paths) != 1 or paths[0] not in units:
-        raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of {', '.join(units)}, as in "
+# -----------------------------------------------------------------------------
+# from the settings to the record
+
+
+def check_settings(device, preset, clock):
+    """ValueError, one line, for settings that cannot be measured. device, preset, clock: without "auto"."""
+    if len(paths) != 1 or paths[0] not in ("train", "decode", "optim"):
+        raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of train, decode, optim, as in "
                          "python -m tools.bench train --preset=cpu")
     if not {*impls.split(",")} <= {"hf", "hf compile"}:
         raise ValueError(f"impls={impls}: there is hf and hf compile")
-    resolve_settings()
-    if threads:
-        torch.set_num_threads(threads)
-    torch.manual_seed(seed)
-    [mode] = paths
-    rows = globals()[mode]()
-    what = f"{mode}-{preset}-{dtype}"
-    print(f"| {what} | {units[mode]} | of what the machine can do | ours is faster (range) |\n|---|---:|---:|---|")
+    if preset not in PRESETS:
+        raise ValueError(f"preset={preset}: there is {', '.join(PRESETS)}")
+    if min(rounds, tokens) < 1:
+        raise ValueError(f"rounds={rounds}, tokens={tokens}: want at least 1 of each")
+    if clock == "cpu" and (threads != 1 or device != "cpu"):
+        raise ValueError(f"threads={threads} device={device}: the CPU clock adds up threads and does not see a GPU: "
+                         "take --threads=1 on a CPU, or --clock=wall")
+
+
+def print_rows(title, unit, rows):
+    print(f"| {title} | {unit} | of what the machine can do | ours is faster (range) |\n|---|---:|---:|---|")
     for name, row in rows.items():
         middle, low, high = row["ratio"]
         print(f"| {name} | {row['rate']:,.4g} | {row['share']:.0%} | {middle:.2f}x ({low:.2f}-{high:.2f}) |")
 
+
+def write_record(path, device, rows):
     record = dict(
         date=time.strftime("%Y-%m-%d"),
         command=f"python -m tools.bench {shlex.join(sys.argv[1:])}",
@@ -303,8 +334,34 @@ def main():
         torch=torch.__version__,
         commit=subprocess.getoutput("git describe --always --dirty 2>/dev/null"),
         rows=rows)
-    kit.write(f"{out}/{what}.json", json.dumps(record, indent=1))
-    print(f"wrote {out}/{what}.json")
+    make_folder(out)
+    write_flushed(path, json.dumps(record, indent=1))
+    print(f"wrote {path}")
+
+
+def main():
+    # The meaning of "auto" on this machine.
+    used_device = pick_device(device)
+    on_cpu = used_device == "cpu"
+    used_preset = ("cpu" if on_cpu else "1b5") if preset == "auto" else preset
+    used_dtype = ("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype
+    used_clock = ("cpu" if on_cpu else "wall") if clock == "auto" else clock
+    check_settings(used_device, used_preset, used_clock)
+    if threads:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    setup = Setup(PRESETS[used_preset], used_device, getattr(torch, used_dtype), seed)
+    [mode] = paths
+    if mode == "train":
+        race = train_race(setup, impls.split(","))
+    elif mode == "decode":
+        race = decode_race(setup, tokens)
+    else:
+        race = optim_race(setup)
+    rows = run_race(race, rounds, make_clock(used_clock, used_device))
+    title = f"{mode}-{used_preset}-{used_dtype}"
+    print_rows(title, race.unit, rows)
+    write_record(f"{out}/{title}.json", used_device, rows)
 
 
 if __name__ == "__main__":

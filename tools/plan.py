@@ -28,21 +28,22 @@ if __name__ == "__main__" and not __package__:
     print("plan.py: start it from the project's root, python -m tools.plan", file=sys.stderr)
     sys.exit(2)
 
-import contextlib
 import itertools
+
+import torch
 
 import convert
 import train
-from configurator import config_file, configure, read_config, run, settings
+from configurator import config_file, configure, read_config, run as run_script, settings
+from engine.checks import CHOICES
 from engine.gpus import GPUS
-from engine.memory import MODES, gb, of_step, trained, ways_of
+from engine.memory import MODES, count_trained, format_gb, list_layouts, step_memory
 from engine.parallel import check_split
 from model import ApertusConfig
-from posttrain import attach, qrpo, sft
-from posttrain.start import adapters_of, check_base, shapes_of
+from posttrain import qrpo, sft
+from posttrain.lora import adapters_of
+from posttrain.start import check_base, outline
 
-# A plan has all settings of the run, those of train.py, posttrain/sft.py and posttrain/qrpo.py, and these.
-globals().update(settings(vars(qrpo), vars(sft), vars(attach), vars(train), train.shape))
 gpus = 8                   # number of GPUs
 gpu = "h100"               # a100 | h100 | h100-pcie | h100-nvl | h200 | gh200 | b200 | l40s | 4090 (last two: 1 GPU)
 mfu = 0.40                 # share of the peak that a GPU reaches, waits and recomputation aside (Apertus: 0.32 - 0.34)
@@ -52,157 +53,198 @@ cards = False              # print which models can be fine-tuned on which card,
 fits = False               # print the table of six commands and the memory that each takes, and stop
 long = False               # print the table of the fewest GPUs for windows of 8k to 64k, and stop
 
-DEFAULTS = settings(globals())
+
+def copy_settings(*scripts):
+    """The globals of scripts, copied, each setting only under the first of them that has it."""
+    known, copies = set(), []
+    for script in scripts:
+        copies.append({name: value for name, value in vars(script).items() if name not in known})
+        known |= settings(copies[-1]).keys()
+    return copies
+
+
+# A plan has all settings of train.py, posttrain/sft.py and posttrain/qrpo.py as well. Functions below get the settings
+# of the run that they plan as `run`, a dict.
+OF_RUN = [ApertusConfig(**vars(train.shape)), *copy_settings(train, sft, qrpo)]
+DEFAULTS = settings(globals(), *OF_RUN)
 
 
 # -----------------------------------------------------------------------------
 # the run
 
 
-def shape():
-    """The ApertusConfig of the run: that of the start model (--init_from), if any, with the window that is trained."""
-    if not init_from:
-        return ApertusConfig.of(globals() | dict(vocab_size=vocab_size or 131072))
+def read_command(command):
+    """(settings, ApertusConfig) of a run, from words behind the name of its script, such as "8b --gpus=64"."""
+    run = dict(DEFAULTS)
+    set_by_user = configure(run, command.split())
+    return run, shape_of(run, set_by_user)
+
+
+def shape_of(run, set_by_user):
+    """
+    The ApertusConfig of a run, with the window that it trains: that of its start model (--init_from), if any.
+
+    set_by_user: names of settings; the window is the start model's unless it is among them.
+    """
+    name = run["init_from"]
+    if not name:
+        return ApertusConfig.of(run | dict(vocab_size=run["vocab_size"] or 131072))
     # The published models have the shapes of these configs: a plan needs no network.
-    known = [size for size in ("8b", "70b") if init_from.startswith(f"swiss-ai/Apertus-{size.upper()}-")]
-    start = ApertusConfig.of(read_config(config_file(known[0]))) if known else convert.shape_of(init_from)
-    window = block_size if "block_size" in _asked else start.block_size
-    start.block_size = max_length or window
-    return start
+    published = [size for size in ("8b", "70b") if name.startswith(f"swiss-ai/Apertus-{size.upper()}-")]
+    config = ApertusConfig.of(read_config(config_file(published[0]))) if published else convert.shape_of(name)
+    window = run["block_size"] if "block_size" in set_by_user else config.block_size
+    config.block_size = run["max_length"] or window
+    return config
 
 
-def build(command=None):
-    """The model of the run, on the meta device. command: words behind the script's name, to plan that run instead."""
-    if command:
-        globals().update(DEFAULTS)
-        configure(globals(), command.split())
-    return shapes_of(shape(), adapters_of(globals()), base)
+def build_model(run, config):
+    """The model of a run, on the meta device."""
+    with torch.device("meta"):
+        return outline(config, run)
 
 
-def shares():
-    """The least and most GPUs that share one copy of the weights, as in a run. ValueError: an unknown --parallel."""
-    if parallel not in train.KINDS["parallel"].split(", "):
-        raise ValueError(f"parallel={parallel!r}: there is {train.KINDS['parallel']}")
-    if gpus == 1 or parallel == "ddp":
+def count_shards(run):
+    """The least and most GPUs that share one copy of the weights, as in a run."""
+    if run["gpus"] == 1 or run["parallel"] == "ddp":
         return 1, 1
-    if parallel == "fsdp":
-        return gpus, gpus
-    return hsdp_shard or min(gpus, GPUS[gpu].per_node), hsdp_shard or gpus
+    if run["parallel"] == "fsdp":
+        return run["gpus"], run["gpus"]
+    return run["hsdp_shard"] or min(run["gpus"], GPUS[run["gpu"]].per_node), run["hsdp_shard"] or run["gpus"]
 
 
-def check():
+def check(run, config):
     """ValueError, one line, for a run that cannot be planned."""
+    gpu, gpus, P = run["gpu"], run["gpus"], run["sequence_parallel"]
     if gpu not in GPUS:
         raise ValueError(f"gpu={gpu!r}: there is {', '.join(GPUS)}")
     if gpus > 1 and not GPUS[gpu].node_gbs:
         raise ValueError(f"gpu={gpu} has no link to others: take --gpus=1, or --gpu=h100")
-    if not 0 < mfu <= 1:
-        raise ValueError(f"mfu={mfu}: want a share of the peak, between 0 and 1")
-    config, P = shape(), sequence_parallel
+    if not 0 < run["mfu"] <= 1:
+        raise ValueError(f"mfu={run['mfu']}: want a share of the peak, between 0 and 1")
+    if run["parallel"] not in CHOICES["parallel"].split(", "):
+        raise ValueError(f"parallel={run['parallel']!r}: there is {CHOICES['parallel']}")
     check_split("sequence_parallel", P, gpus=gpus, n_kv_head=config.n_kv_head, block_size=config.block_size)
-    check_split("gpus/sequence_parallel", gpus // P, batch_size=batch_size)
-    check_split("hsdp_shard", shares()[0], gpus=gpus)
-    check_base(base, adapters_of(globals()))
-    if lora_r and shares()[0] > 1:
-        raise ValueError(f"gpus={gpus} parallel={parallel}: adapters are planned for GPUs that hold the base whole: "
-                         "take --gpus=1 or --parallel=ddp")
+    check_split("gpus/sequence_parallel", gpus // P, batch_size=run["batch_size"])
+    check_split("hsdp_shard", count_shards(run)[0], gpus=gpus)
+    check_base(run["base"], adapters_of(run))
+    if run["lora_r"] and count_shards(run)[0] > 1:
+        raise ValueError(f"gpus={gpus} parallel={run['parallel']}: adapters are planned for GPUs that hold the base "
+                         "whole: take --gpus=1 or --parallel=ddp")
 
 
 # -----------------------------------------------------------------------------
 # the plan
 
 
-def peak(model, shards=0, **flags):
+def peak_memory(run, model, shards=0):
     """
-    {kind: bytes} and their total on each GPU at the peak of a step in bf16. shards: GPUs that share a copy, 0 = the
-    least of shares(); flags: settings to change before.
+    {part: bytes} and their total on each GPU at the peak of a step in bf16. shards: GPUs that share a copy of the
+    weights, 0 = the least of count_shards().
     """
-    globals().update(flags)
-    return of_step(model, globals(), model.config.block_size // sequence_parallel, shards=shards or shares()[0])
+    tokens = model.config.block_size // run["sequence_parallel"]
+    return step_memory(model, run, tokens, shards=shards or count_shards(run)[0])
 
 
-def seconds_of(size, sharing):
-    """Seconds that collectives of `size` bytes take among the GPUs that share them, if nothing else uses the links."""
-    spec = GPUS[gpu]
-    speed = (node_gbs or spec.node_gbs) if sharing <= spec.per_node else (net_gbs or spec.net_gbs)
-    return size * (sharing - 1) / sharing / (speed * 1e9) if sharing > 1 else 0.0
+def link_seconds(run, size, n):
+    """Seconds that collectives of `size` bytes take among n GPUs, if nothing else uses the links."""
+    if n == 1:
+        return 0.0
+    gpu = GPUS[run["gpu"]]
+    speed = (run["node_gbs"] or gpu.node_gbs) if n <= gpu.per_node else (run["net_gbs"] or gpu.net_gbs)
+    return size * (n - 1) / n / (speed * 1e9)
 
 
-def flops_of(model):
+def flops_per_token(model, recompute):
     """FLOPs per token of a step, recomputation included: full runs all blocks again, selective their matrix `up`."""
     c = model.config
     step = model.flops_per_token(c.block_size)
     # A step costs three forward passes through the matrices, or two if they are frozen.
     passes = 3 if model.lm_head.weight.requires_grad else 2
     forward = model.flops_per_token(0) / passes
-    again = dict(
+    recomputed = dict(
+        none=0,
+        cheap=0,
         selective=2 * c.n_layer * c.n_embd * c.ffn_width,
         full=forward - 2 * c.n_embd * c.vocab_size)
-    return step * (1 + again.get(recompute, 0) / (passes * forward))
+    return step * (1 + recomputed[recompute] / (passes * forward))
 
 
-def plan_of(model, mode):
+def plan_run(run, model, recompute):
     """
-    The plan with this mode of recomputation, {what: number}: GB of a GPU by kind; GPUs that share a copy of the
+    The plan of a run with this mode of recomputation, {row: number}: GB of a GPU by part; GPUs that share a copy of the
     weights; the largest micro-batch that fits, 0 if none does, and its tokens; seconds of compute and of links;
     tokens/s of all GPUs, and days of the run.
     """
-    spec, c, window = GPUS[gpu], model.config, model.config.block_size
-    ways = ways_of(*shares(), batch_size * sequence_parallel // gpus)
-    sizes = {way: peak(model, way[0], recompute=mode, micro_batch=way[1]) for way in ways}
-    fitting = [way for way in ways if sizes[way]["total"] <= spec.memory]
-    way = shards, rows = (fitting or ways[-1:])[0]
-    tokens = rows * window // sequence_parallel
+    gpu, gpus, P = GPUS[run["gpu"]], run["gpus"], run["sequence_parallel"]
+    c, window = model.config, model.config.block_size
+    layouts = list_layouts(*count_shards(run), run["batch_size"] * P // gpus)
+    memory = {(shards, n): peak_memory(run | dict(recompute=recompute, micro_batch=n), model, shards)
+              for shards, n in layouts}
+    fitting = [layout for layout in layouts if memory[layout]["total"] <= gpu.memory]
+    layout = shards, micro_batch = fitting[0] if fitting else layouts[-1]
+    tokens = micro_batch * window // P
     # GPUs that share a window exchange q, k, v and the result in bf16, forward and backward; with full recomputation
     # forward twice.
-    exchanged = (3 if mode == "full" else 2) * c.n_layer * tokens * 4 * (c.n_head + c.n_kv_head) * c.head_dim
-    compute = tokens * flops_of(model) / (spec.flops * mfu) + seconds_of(exchanged, sequence_parallel)
-    links = seconds_of(8 * model.num_params(), shards)
+    passes = 3 if recompute == "full" else 2
+    exchanged = passes * c.n_layer * tokens * 4 * (c.n_head + c.n_kv_head) * c.head_dim
+    compute = tokens * flops_per_token(model, recompute) / (gpu.flops * run["mfu"]) + link_seconds(run, exchanged, P)
+    links = link_seconds(run, 8 * model.num_params(), shards)
     speed = gpus * tokens / max(compute, links)
-    found = {kind: size / 1e9 for kind, size in sizes[way].items()} | dict(shards=shards, fits=rows * bool(fitting),
-        tokens=tokens, compute_s=compute, links_s=links, tokens_per_s=speed)
+    plan = {part: size / 1e9 for part, size in memory[layout].items()}
+    plan |= dict(shards=shards, fits=micro_batch if fitting else 0, tokens=tokens, compute_s=compute, links_s=links,
+                 tokens_per_s=speed)
     # The length of fine-tuning depends on its conversations, which a plan does not read.
-    return found if max_length else found | dict(days=total_samples * window / speed / 86400)
+    return plan if run["max_length"] else plan | dict(days=run["total_samples"] * window / speed / 86400)
 
 
-def flags_that_fit():
-    """The first flags with which the run fits by its own plan: more GPUs, adapters, another GPU, both."""
-    before = settings(globals())
-    changes = [dict(gpus=gpus * 2**n, parallel="fsdp") for n in range(11)]
-    adapters = [dict(lora_r=16, base=base) for base in ("bf16", "int8", "nf4") if init_from]
-    changes += adapters + [dict(gpu=gpu) for gpu in GPUS]
-    changes += [dict(gpu=gpu) | change for gpu in GPUS for change in adapters]
-    for change in changes:
-        globals().update(before | change)
-        with contextlib.suppress(ValueError):
-            check()
-            if plan_of(build(), "full")["fits"]:
-                return " ".join(f"--{name}={value}" for name, value in change.items())
-    return "a shorter window"
+def can_fit(run, config):
+    """Whether a run can be planned, and fits with full recomputation."""
+    try:
+        check(run, config)
+    except ValueError:
+        return False
+    return plan_run(run, build_model(run, config), "full")["fits"] > 0
 
 
-def main():
-    for asked, table in ((cards, table_of_cards), (fits, table_of_fits), (long, table_of_windows)):
-        if asked:
-            return print(*table(), sep="\n")
-    check()
-    model = build()
-    print(f"{model.num_params() / 1e9:.2f}B parameters, {trained(model) / 1e6:,.1f}M of them trained, "
-          f"{model.config.vocab_size:,} ids{f', adapters on a base in {base}' if lora_r else ''}; "
-          f"{batch_size} x {model.config.block_size} tokens per step, on {gpus} x {gpu} of {gb(GPUS[gpu].memory)} GB, "
-          f"{sequence_parallel} to a window; at {mfu:.0%} of the peak\n")
-    plans = {mode: plan_of(model, mode) for mode in MODES}
+def flags_that_fit(run, config):
+    """
+    The first flags with which the run fits by its own plan: more GPUs, adapters, another GPU, both. And, on the same
+    GPUs, states in bf16, which come last because they change the optimizer.
+    """
+    adapters = [dict(lora_r=16, base=base) for base in ("bf16", "int8", "nf4") if run["init_from"]]
+    cards = [dict(gpu=gpu) for gpu in GPUS]
+    changes = [dict(gpus=run["gpus"] * 2**n, parallel="fsdp") for n in range(11)] + adapters + cards
+    changes += [card | adapter for card in cards for adapter in adapters]
+    choices = [next((change for change in changes if can_fit(run | change, config)), {})]
+    smaller_states = dict(state_dtype="bfloat16")
+    if run["optimizer"] == "ademamix" and can_fit(run | smaller_states, config):
+        choices.append(smaller_states)
+    texts = [" ".join(f"--{name}={value}" for name, value in choice.items()) for choice in choices if choice]
+    return ", or ".join(texts) or "a shorter window"
+
+
+def print_plan(run, config):
+    """The plan of a run as a table, with a column for each mode of recomputation, and the flags of the fastest."""
+    check(run, config)
+    model = build_model(run, config)
+    gpu = GPUS[run["gpu"]]
+    adapters = f", adapters on a base in {run['base']}" if run["lora_r"] else ""
+    print(f"{model.num_params() / 1e9:.2f}B parameters, {count_trained(model) / 1e6:,.1f}M of them trained, "
+          f"{config.vocab_size:,} ids{adapters}; {run['batch_size']} x {config.block_size} tokens per step, "
+          f"on {run['gpus']} x {run['gpu']} of {format_gb(gpu.memory)} GB, {run['sequence_parallel']} to a window; "
+          f"at {run['mfu']:.0%} of the peak\n")
+    plans = {mode: plan_run(run, model, mode) for mode in MODES}
     print(f"{'GB, recompute':14}" + "".join(f"{mode:>14}" for mode in MODES))
-    for what in plans["none"]:
-        print(f"{what:14}" + "".join(f"{plan[what]:14,.2f}" for plan in plans.values()))
+    for row in plans["none"]:
+        print(f"{row:14}" + "".join(f"{plan[row]:14,.2f}" for plan in plans.values()))
 
     fitting = [mode for mode in MODES if plans[mode]["fits"]]
     if not fitting:
         raise ValueError(f"does not fit: it takes {plans['full']['total']:.1f} GB, and there are "
-                         f"{gb(GPUS[gpu].memory)}: take {flags_that_fit()}")
+                         f"{format_gb(gpu.memory)}: take {flags_that_fit(run, config)}")
     mode = max(fitting, key=lambda mode: plans[mode]["tokens_per_s"])
     best = plans[mode]
-    print(f"\n-> --parallel={parallel} --recompute={mode} --micro_batch={best['fits']}")
+    print(f"\n-> --parallel={run['parallel']} --recompute={mode} --micro_batch={best['fits']}")
     if best["links_s"] > best["compute_s"]:
         print("-> communication-bound: the links take longer than the compute that hides them. Take --parallel=hsdp "
               "where a node holds the model, else tensor and pipeline parallelism (github.com/pytorch/torchtitan; "
@@ -223,7 +265,9 @@ def table_of_fits():
             "sft_8b.py --parallel=fsdp --pack --compile --gpus=8 --gpu=h200",
             "1b5.py --gpus=1 --gpu=h100",
             "continue_8b.py --lora_r=64 --base=bf16 --recompute=full --gpus=1 --gpu=4090"):
-        yield f"{gb(peak(build(command))['total']):>14}  {command}"
+        run, config = read_command(command)
+        memory = peak_memory(run, build_model(run, config))
+        yield f"{format_gb(memory['total']):>14}  {command}"
 
 
 def table_of_cards():
@@ -234,11 +278,11 @@ def table_of_cards():
     yield "GB at the peak, of which card   all weights  LoRA on bf16          int8           NF4"
     for name in ("8b", "70b"):
         line = f"{name.upper():29}"
-        for held in ("", "--lora_r=16 --base=bf16", "--lora_r=16 --base=int8", "--lora_r=16 --base=nf4"):
-            model = build(f"sft_{name} --gpus=1 --micro_batch=1 --recompute=full {held}")
-            size = peak(model)["total"]
+        for adapters in ("", "--lora_r=16 --base=bf16", "--lora_r=16 --base=int8", "--lora_r=16 --base=nf4"):
+            run, config = read_command(f"sft_{name} --gpus=1 --micro_batch=1 --recompute=full {adapters}")
+            size = peak_memory(run, build_model(run, config))["total"]
             card = next((f" of {card}" for card in (16, 24, 40, 80, 141) if size <= card * 1e9), "")
-            line += f"{gb(size) + card:>14}"
+            line += f"{format_gb(size) + card:>14}"
         yield line
 
 
@@ -249,15 +293,29 @@ def table_of_windows():
     """
     yield "GPUs / P to a window                8k               16k               32k               64k"
     for name, card, gpu in (("8b", 80, "h100"), ("8b", 141, "h200"), ("70b", 80, "h100"), ("70b", 141, "h200")):
-        model = build(f"{name} --micro_batch=1 --parallel=fsdp")
+        run, config = read_command(f"{name} --micro_batch=1 --parallel=fsdp")
+        model = build_model(run, config)
         line = f"{name.upper():4}{card:4} GB each    "
-        for model.config.block_size in (8192, 16384, 32768, 65536):
+        for window in (8192, 16384, 32768, 65536):
             ways = itertools.product((8 * 2**n for n in range(10)), MODES, (1, 2, 4, 8))
-            fitting = (f"{n} / {P} {mode}" for n, mode, P in ways
-                       if peak(model, gpus=n, recompute=mode, sequence_parallel=P)["total"] <= GPUS[gpu].memory)
+            fitting = (f"{gpus} / {P} {mode}" for gpus, mode, P in ways
+                       if step_memory(model, run | dict(recompute=mode), window // P, shards=gpus)["total"]
+                       <= GPUS[gpu].memory)
             line += f"{next(fitting):>18}"
         yield line
 
 
+def main(set_by_user):
+    run = settings(globals(), *OF_RUN)
+    if cards:
+        print(*table_of_cards(), sep="\n")
+    elif fits:
+        print(*table_of_fits(), sep="\n")
+    elif long:
+        print(*table_of_windows(), sep="\n")
+    else:
+        print_plan(run, shape_of(run, set_by_user))
+
+
 if __name__ == "__main__":
-    run(main, globals())
+    run_script(main, globals(), *OF_RUN)
