@@ -113,10 +113,11 @@ class Conversations:
 
 def checked_files(data, ranks):
     """The files of --data, as readers.check() returns them. ValueError: one of them cannot be read."""
+    sources = sources_of(data)
     # The first rank reads each file to its end, to find damage before the run.
     checked = []
     if ranks.is_main:
-        checked = [readers.check(file, "") for source in sources_of(data) for file in files_of(source)]
+        checked = [readers.check(file, "") for source in sources for file in files_of(source)]
     checked = checkpoint.gather(checked, ranks.files)[0]
     for file in checked:
         if file["problem"]:

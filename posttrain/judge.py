@@ -50,9 +50,9 @@ DIGITS = "123456789"
 LABELS = "AB"
 TOP = 5                         # the best answers, which are also compared in pairs
 BLANK = 1.0                     # score of an empty answer
-SILENT = 0.05                   # error: all digits together have a lower mean probability
-WAIT = 2.0                      # seconds before a failed request is repeated
-MOST = 1 << 24                  # bytes of an answer; a longer one is cut, and then is no JSON
+MIN_MASS = 0.05                 # error: all digits together have a lower mean probability
+RETRY_SECONDS = 2.0             # seconds before a failed request is repeated
+MAX_BYTES = 1 << 24             # bytes of an answer; a longer one is cut, and then is no JSON
 DATE = "2025-09-02"             # "Current date" of Apertus' system message; fixed, so that scores are reproducible
 
 # Control tokens of common templates: <|im_end|>, </s>, <start_of_turn>, [INST].
@@ -113,11 +113,11 @@ def lead(label_a, label_b):
 
     An unlisted label gets the most that is possible: the probability of the listed one, or the rest if that is less.
     """
-    most = max(label_a, label_b)
-    if most == -math.inf:
+    listed = max(label_a, label_b)
+    if listed == -math.inf:
         return 0.0
-    left = math.log(max(-math.expm1(most), 1e-12))
-    a, b = (min(most, left) if label == -math.inf else label for label in (label_a, label_b))
+    rest = math.log(max(-math.expm1(listed), 1e-12))
+    a, b = (min(listed, rest) if label == -math.inf else label for label in (label_a, label_b))
     return a - b
 
 
@@ -134,18 +134,18 @@ def odd_even(order, margins):
     order. At most 2 (n - 1) rounds.
     """
     order = list(order)
-    known = {}
+    margin_of = {}
     for turn in range(2 * (len(order) - 1)):
         places = range(turn % 2, len(order) - 1, 2)
         couples = [tuple(order[k:k + 2]) for k in places]
-        new = [couple for couple in couples if couple not in known]
+        new = [couple for couple in couples if couple not in margin_of]
         for (i, j), value in zip(new, margins(new)):
-            known[i, j], known[j, i] = value, -value
-        wrong = [k for k, couple in zip(places, couples) if known[couple] < 0]
-        for k in wrong:
+            margin_of[i, j], margin_of[j, i] = value, -value
+        misplaced = [k for k, couple in zip(places, couples) if margin_of[couple] < 0]
+        for k in misplaced:
             order.insert(k, order.pop(k + 1))
         # The previous round has put the other neighbours in order.
-        if turn and not wrong:
+        if turn and not misplaced:
             break
     return order
 
@@ -245,22 +245,22 @@ class Server:
         # A key has no white space. With a line break in it, the error of http.client would print all of it.
         if key := os.environ.get("OPENAI_API_KEY", "").split():
             request.add_unredirected_header("Authorization", f"Bearer {key[0]}")
-        for left in 2, 1, 0:
+        for retries in 2, 1, 0:
             try:
                 with urllib.request.urlopen(request, timeout=600) as answer:
-                    return json.loads(answer.read(MOST))
+                    return json.loads(answer.read(MAX_BYTES))
             except Exception as e:          # anything may come from a network
-                if not left:
+                if not retries:
                     raise OSError(f"{url} does not answer ({e}): start it, or correct the address or the "
                                   "name of the model, and repeat the command") from None
-            time.sleep(WAIT)
+            time.sleep(RETRY_SECONDS)
 
 
 # -----------------------------------------------------------------------------
 # the judge and its charter
 
 
-def of_spec(spec):
+def parse_spec(spec):
     """MODEL[,FILE] -> (judge, charter file). FILE is behind the last comma, because an address may contain commas."""
     name, comma, file = spec.rpartition(",")
     return (name, file) if comma else (spec, "charter.md")
@@ -287,10 +287,10 @@ def reward_hash(spec):
     For a function: of its name and its file, but not of files that this one reads or imports. For a judge: of its files
     or address, the charter and our prompts.
     """
-    kind, _, rest = spec.partition(":")
-    if kind != "charter":
-        return hash_of([kind], rest or "reward") if spec else ""
-    model, charter = of_spec(rest)
+    path, _, rest = spec.partition(":")
+    if path != "charter":
+        return hash_of([path], rest or "reward") if spec else ""
+    model, charter = parse_spec(rest)
     if "://" not in model:
         path = glob.escape(convert.weights_in(convert.local(model)))
         model = hash_of(glob.glob(f"{path}/manifest.json") or sorted(glob.glob(f"{path}/*")))
@@ -299,17 +299,17 @@ def reward_hash(spec):
 
 def question_of(row):
     """The question for the judge: the user's words, or all turns with their speakers; no system message."""
-    said = [(message["role"], content_of(message)) for message in row["messages"] if message["role"] != "system"]
-    if len(said) == 1:
-        return said[0][1]
-    return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)
+    turns = [(message["role"], content_of(message)) for message in row["messages"] if message["role"] != "system"]
+    if len(turns) == 1:
+        return turns[0][1]
+    return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in turns)
 
 
 class Charter:
     """
     A judge with a charter. charter(row, completions) -> a reward for each completion of the row's prompt.
 
-    .asked, .mass: the number of rated answers, and the sum of the probabilities that the judge gave to digits. The
+    .n_rated, .mass: the number of rated answers, and the sum of the probabilities that the judge gave to digits. The
     judge is loaded when it is first needed.
     """
 
@@ -317,7 +317,7 @@ class Charter:
         self.name = name
         self.text = read_charter(file)
         self.device = device
-        self.asked = self.mass = 0
+        self.n_rated = self.mass = 0
 
     @functools.cached_property
     def judge(self):
@@ -326,44 +326,44 @@ class Charter:
     def __call__(self, row, completions):
         question = question_of(row)
         texts = [text if text.strip() else "" for text in completions]
-        full = list(filter(None, dict.fromkeys(texts)))
-        blank = "" in texts
-        scores = self.scores(question, full)
-        every = scores + [BLANK] * blank
+        answers = list(filter(None, dict.fromkeys(texts)))
+        has_blank = "" in texts
+        scores = self.scores(question, answers)
+        all_scores = scores + [BLANK] * has_blank
         # Ranks of equal scores would be noise that looks like a reward.
-        if max(every) - min(every) < 1e-6:
-            return every[:1] * len(texts)
-        places = rank(scores, lambda couples: self.margins(question, full, couples))
+        if max(all_scores) - min(all_scores) < 1e-6:
+            return all_scores[:1] * len(texts)
+        ranks = rank(scores, lambda couples: self.margins(question, answers, couples))
         rewards = {"": 1}
-        for text, place in zip(full, places):
-            rewards[text] = place + blank
+        for text, place in zip(answers, ranks):
+            rewards[text] = place + has_blank
         return [rewards[text] for text in texts]
 
     def scores(self, question, texts):
         """The expected digit of each answer. ValueError if the judge hardly ever replies with a digit."""
         if not texts:
             return []
-        each = [dict(question=question, response=text) for text in texts]
-        mean, mass = expected(self.ask(RATE, DIGITS, each))
-        self.asked += len(mass)
+        parts = [dict(question=question, response=text) for text in texts]
+        mean, mass = expected(self.ask(RATE, DIGITS, parts))
+        self.n_rated += len(mass)
         self.mass += mass.sum().item()
         # The mean over all answers so far: one answer that confuses the judge does not end the run.
-        usual = self.mass / self.asked
-        if usual < SILENT:
-            raise ValueError(f"{self.name} does not answer with a digit: all nine have {usual:.3f} together. Does it "
-                             "think aloud? Take another judge")
+        mean_mass = self.mass / self.n_rated
+        if mean_mass < MIN_MASS:
+            raise ValueError(f"{self.name} does not answer with a digit: all nine have {mean_mass:.3f} together. Does "
+                             "it think aloud? Take another judge")
         return mean.tolist()
 
     def margins(self, question, texts, couples):
         """margin() of couples (i, j) of texts, each asked in both orders."""
-        both = couples + [(j, i) for i, j in couples]
-        each = [dict(question=question, first=texts[i], second=texts[j]) for i, j in both]
-        logp = self.ask(COMPARE, LABELS, each)
+        both_orders = couples + [(j, i) for i, j in couples]
+        parts = [dict(question=question, first=texts[i], second=texts[j]) for i, j in both_orders]
+        logp = self.ask(COMPARE, LABELS, parts)
         return [margin(ab, ba) for ab, ba in zip(*logp.view(2, -1, 2).tolist())]
 
-    def ask(self, prompt, words, each, room=0):
+    def ask(self, prompt, words, parts, room=0):
         """log p of the words, (n, len(words)), for each of n dicts with the parts of the prompt."""
-        texts = [prompt.format(charter=self.text, **parts) for parts in each]
+        texts = [prompt.format(charter=self.text, **fields) for fields in parts]
         logp = self.judge.logp(texts, words, room)
         if not (logp < math.inf).all():     # not a number
             raise ValueError(f"{self.name} gives log-probs that are not finite: take another judge")

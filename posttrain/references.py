@@ -31,7 +31,7 @@ from generate import generate
 from loss import at_least_fp32, chunk_rows
 from posttrain.common import cached
 from posttrain.conversations import first_rows, sources_of
-from posttrain.judge import Charter, of_spec, reward_hash
+from posttrain.judge import Charter, parse_spec, reward_hash
 from posttrain.start import load_whole
 
 END = "<|assistant_end|>"       # the token that ends a completion
@@ -248,17 +248,17 @@ def sequence_logp(model, sequences):
     head = model.lm_head.weight                     # (V, C)
     idx, targets = laid_out(sequences)
     # The completions are located on the CPU, because nonzero() on a GPU would wait for it.
-    where = (targets >= 0).flatten().nonzero()[:, 0]
-    targets = targets.flatten()[where]              # (n,)
+    positions = (targets >= 0).flatten().nonzero()[:, 0]
+    targets = targets.flatten()[positions]          # (n,)
     # Not on MPS, which may read a tensor after it is freed (pytorch issue 189690).
-    idx, where, targets = (t.to(head.device, non_blocking=head.is_cuda) for t in (idx, where, targets))
-    h = model.hidden(idx).flatten(0, 1)[where]      # (n, C), at the position before each token
+    idx, positions, targets = (t.to(head.device, non_blocking=head.is_cuda) for t in (idx, positions, targets))
+    h = model.hidden(idx).flatten(0, 1)[positions]  # (n, C), at the position before each token
     head = model.lm_head.weight                     # again, since sharded ranks have gathered it in hidden()
     rows = chunk_rows(len(head), h.device)
     logp = [recompute(token_logp, *chunk, head, use_reentrant=False)
             for chunk in zip(h.split(rows), targets.split(rows))]
-    each = torch.cat(logp).split([len(completion) for _, completion in sequences])
-    return torch.stack([part.sum() for part in each])
+    completions = torch.cat(logp).split([len(completion) for _, completion in sequences])
+    return torch.stack([token_logps.sum() for token_logps in completions])
 
 
 # -----------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def load_reward(spec, device):
     """
     path, _, name = spec.partition(":")
     if path == "charter":
-        return Charter(*of_spec(name), device)
+        return Charter(*parse_spec(name), device)
     try:
         script = runpy.run_path(path)
     except Exception as e:          # anything may come from the user's code

@@ -95,4 +95,4 @@ def launch():
     return lambda *args, **how: Trial(*args, **how).wait()
 
 
-from lab import lab, run  # noqa: E402,F401  it needs script()
+from lab import lab, large_eps, run  # noqa: E402,F401  it needs script()

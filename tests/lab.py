@@ -13,6 +13,8 @@ import json
 import pytest
 from conftest import script
 
+import ademamix
+
 SHAPE = """configs/tiny.py --block_size=256 --n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=32
     --ffn_dim=64 --init_std=0.05""".split()
 REWARD = """
@@ -41,7 +43,7 @@ def tuning(lab, out, *args, start="hf"):
 
 def aligning(lab, out, *args, start="sft"):
     """The command line of 12 steps of QRPO on 6 prompts with 6 references each."""
-    how = f"""--n_refs=6 --sample_batch=12 --max_new_tokens=40 --batch_size=4 --micro_batch=2 --lr=1e-3 --rank_every=1
+    how = f"""--n_refs=6 --sample_batch=12 --max_new_tokens=40 --batch_size=4 --micro_batch=2 --lr=1e-3
         --pairs_per_prompt=0 --checkpoint_every=3 --dtype=float32 --keep_checkpoints=0 --epochs=2 --device=cpu
         --init_from={lab}/{start} --data={lab}/prompts.jsonl --rewards={lab}/reward.py --out={out}"""
     return ["posttrain.qrpo", *how.split(), *args]
@@ -87,3 +89,20 @@ def lab(tmp_path_factory):
             make(folder)
             (folder / "done").touch()
     return folder
+
+
+@pytest.fixture
+def large_eps(monkeypatch):
+    """large_eps(eps): an update that depends on the scale of the gradients, which 1e-8 hides."""
+
+    def change(eps):
+        def build_optimizer(*args, **options):
+            built = original(*args, **options)
+            for group in built.param_groups:
+                group["eps"] = eps
+            return built
+
+        original = ademamix.build_optimizer
+        monkeypatch.setattr(ademamix, "build_optimizer", build_optimizer)
+
+    return change

@@ -1,4 +1,4 @@
-"""posttrain/conversations.py: rows of any form, files of any kind, mixtures of them, and the rows that are left out."""
+"""posttrain/conversations.py: rows of any form, files of any kind, several of them, and the rows that are left out."""
 
 import json
 import os
@@ -58,13 +58,13 @@ def rendered(rows):
 
 
 def everything(found):
-    return [(ids.tolist(), said.tolist()) for ids, said in map(found.__getitem__, range(len(found)))]
+    return [(ids.tolist(), loss_mask.tolist()) for ids, loss_mask in map(found.__getitem__, range(len(found)))]
 
 
-def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE, **rules):
+def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE):
     """(conversations, reasons, hash) of a --data. Without a named folder they are tokenized anew."""
     folder = str(tmp_path / (folder or f"ids-{len(os.listdir(tmp_path))}"))
-    return conversations.tokenized(folder, tok, str(data), longest, date, Ranks(), **rules)
+    return conversations.tokenize_data(folder, tok, str(data), longest, date, Ranks())
 
 
 def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path, monkeypatch):
@@ -79,7 +79,8 @@ def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path
         assert bad == [["no assistant turn", f"line {n} of chats.jsonl"] for n in (8, 32)]
         assert everything(found) == want
         assert found.tokens == sum(len(ids) for ids, _ in want)
-        assert found.learnt == sum(sum(said) for _, said in want)
+        assert found.learnt == sum(sum(loss_mask) for _, loss_mask in want)
+        assert found.longest == max(len(ids) for ids, _ in want)
 
 
 def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_path, monkeypatch):
@@ -98,56 +99,41 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
 
 
 # -----------------------------------------------------------------------------
-# mixtures
+# several sources, and the order
 
 
-def test_each_source_has_its_share_at_any_place_of_a_run_and_is_taken_to_its_end_before_it_starts_anew():
-    """Weights 6 : 3 : 1, over more samples than there are slots; 3,000 slots are not a multiple of 7."""
-    sizes = 40, 7, 300
-    numbers = np.concatenate([common.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28) for step in range(14)])
-    assert len(numbers) == 40 * sum(sizes)
-    of_source = np.digitize(numbers, [40, 47])
-    for end in (10, 11, 57, 1000, 9_999, 10_001, len(numbers)):
-        counts = np.bincount(of_source[:end], minlength=3)
-        assert (abs(counts - np.array([0.6, 0.3, 0.1]) * end) < 2).all()
-    small = numbers[of_source == 1]
-    rounds = small[: len(small) // 7 * 7].reshape(-1, 7)
-    assert (np.sort(rounds) == range(40, 47)).all()
-    assert len(np.unique(rounds, axis=0)) > 300
-    assert sorted(numbers[of_source == 0][:40]) == list(range(40))
-    assert sorted(numbers[of_source == 2][:300]) == list(range(47, 347))
+def test_each_epoch_takes_every_item_once_in_an_order_of_its_own():
+    """In batches that epochs do not fill: the seventh item of a batch may be the first of the next epoch."""
+    steps = [common.item_indices(step, 8, 30, 3, 28) for step in range(12)]
+    assert [len(step) for step in steps] == [8] * 11 + [2]
+    epochs = np.concatenate(steps).reshape(3, 30)
+    assert (np.sort(epochs) == range(30)).all()
+    assert len({*map(tuple, epochs)}) == 3
+    assert (common.item_indices(3, 8, 30, 3, 29) != steps[3]).any()
 
 
-def test_the_hash_of_a_mixture_has_all_contents_and_weights(tmp_path):
-    a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
-    write_rows(tmp_path / "a.jsonl", rows_like(3))
+def test_several_sources_are_one_after_the_other_and_one_may_come_twice(tmp_path):
+    """The hash has all contents, in their order."""
+    a, b = (tmp_path / f"{name}.jsonl" for name in "ab")
+    write_rows(a, rows_like(3))
     hashes = set()
-    for n, weights in ((4, {a: 1, b: 2}), (4, {a: 1, b: 1}), (4, {b: 1, a: 2}), (5, {a: 1, b: 2})):
-        write_rows(tmp_path / "b.jsonl", rows_like(n))
-        found, _, sha = read(tmp_path, weights)
+    for n, names in ((4, "ab"), (4, "ba"), (4, "a"), (5, "ab"), (5, "aab")):
+        write_rows(b, rows_like(9)[-n:])
+        data = ",".join(str(dict(a=a, b=b)[name]) for name in names)
+        found, _, sha = read(tmp_path, data)
         hashes.add(sha)
-    assert len(hashes) == 4 and found.sizes == [3, 5]
+    assert len(hashes) == 5
+    assert everything(found) == rendered(rows_like(3) * 2 + rows_like(9)[-5:])
 
 
-# -----------------------------------------------------------------------------
-# rows that may not be trained on
-
-QUESTION = "How many of the seven bridges of the old town can one cross in a single walk?"
-
-
-def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_out(tmp_path):
-    """In a parquet file, which has null where a row lacks a key. A null licence is not in the allowlist."""
-    rows = [
-        dict(row, license=license, prompt=None, completion=None)
-        for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))
-    ]
-    rows.append(dict(prompt=f"Tell me. {QUESTION} Think.", completion="yes", license="mit"))
+def test_a_null_of_parquet_is_a_missing_key(tmp_path):
+    """Parquet gives each row the columns of all others. A source without any conversation is an error."""
+    rows = [dict(row, prompt=None, completion=None) for row in rows_like(4)]
+    rows.append(dict(prompt="Tell me.", completion="yes"))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
-    (tmp_path / "prompts.txt").write_text(QUESTION)
-    rules = dict(keep_licenses="mit, cc0", decontaminate=str(tmp_path / "prompts.txt"))
-    found, bad, identity = read(tmp_path, tmp_path / "a.parquet", **rules)
-    assert everything(found) == rendered([rows[0], rows[3]])
-    assert bad == [[*why, f"row {n} of a.parquet"] for n, *why in ((2, "license"), (3, "license"), (5, "contaminated"))]
-    assert identity != read(tmp_path, tmp_path / "a.parquet", keep_licenses="mit, cc0")[2]
-    with pytest.raises(ValueError, match="a.parquet: none of 5 conversations can be learnt from: 5 license"):
-        read(tmp_path, tmp_path / "a.parquet", keep_licenses="gpl")
+    found, bad, _ = read(tmp_path, tmp_path / "a.parquet")
+    assert everything(found)[:4] == rendered(rows_like(4)) and len(found) == 5 and not bad
+    with pytest.raises(
+        ValueError, match="a.parquet: none of 5 conversations can be learnt from: 5 more than max_length"
+    ):
+        read(tmp_path, tmp_path / "a.parquet", longest=5)

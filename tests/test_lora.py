@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import same
-from lab import run, tuning
+from lab import ADAPTERS, run, tuning
 from safetensors.torch import load_file, save_file
 from test_sft import losses
 from tiny import GOLDEN, small, tensors
@@ -43,25 +43,25 @@ def published(folder):
 
 @pytest.mark.parametrize("case", ["all", "rs", "gauss"])
 def test_logits_loss_gradients_and_merged_matrices_are_pefts(case):
-    """Targets are full names, suffixes with rsLoRA, a regular expression. Within off() the model equals its base."""
+    """Targets are full names, suffixes with rsLoRA, a regular expression. Without them the model equals its base."""
     model = base()
     lora.load(model, f"{FOLDER}/adapter_{case}")
     close(logits(model), VALUES[case])
     loss = model.loss(IDX[:, :-1], IDX[:, 1:])
     loss.backward()
     close(loss, VALUES[f"{case}_loss"], atol=1e-6)
-    layers = list(lora.adapted(model).values())
+    layers = list(lora.lora_layers(model).values())
     norms = [
         torch.nn.utils.get_total_norm([getattr(layer, part).weight.grad for layer in layers]).item()
         for part in ("lora_A", "lora_B")
     ]
     assert norms == pytest.approx(VALUES[f"{case}_grad_norm"].tolist(), rel=1e-6)
     assert all((p.grad is not None) == (".lora_" in name) for name, p in model.named_parameters())
-    with lora.off(model):
+    with lora.without_lora(model):
         assert logits(model).equal(logits(base()))
     close(logits(model), VALUES[case])
     lora.merge(model)
-    assert not lora.adapted(model)
+    assert not lora.lora_layers(model)
     close(logits(model), VALUES[f"{case}_merged"])
 
 
@@ -69,9 +69,10 @@ def test_a_new_adapter_is_the_base_exactly_and_starts_like_pefts_by_seed_and_nam
     """PEFT's kaiming_uniform with a = sqrt(5) is uniform in +-1/sqrt(in)."""
     drawn = []
     for on, seed in (lora.MATRICES, 1), (["v_proj", "o_proj"], 1), (lora.MATRICES, 2):
-        model = lora.adapt(base(), dict(r=4, lora_alpha=8, target_modules=on), seed)
+        model = lora.add_lora(base(), dict(r=4, lora_alpha=8, target_modules=on))
+        lora.init_lora(model, seed)
         assert logits(model).equal(logits(base()))
-        drawn.append({name: layer.lora_A.weight for name, layer in lora.adapted(model).items()})
+        drawn.append({name: layer.lora_A.weight for name, layer in lora.lora_layers(model).items()})
     six, two, other = drawn
     assert (len(six), len(two)) == (12, 4) and same(two, six)
     assert len({A[0, 0].item() for A in [*six.values(), *other.values()]}) == 24
@@ -94,7 +95,7 @@ def test_an_adapter_of_peft_on_some_matrices_of_one_layer_has_its_logits(tmp_pat
     theirs.save_pretrained(tmp_path)
     model = base()
     lora.load(model, str(tmp_path))
-    assert len(lora.adapted(model)) == 2
+    assert len(lora.lora_layers(model)) == 2
     close(logits(model), theirs(IDX).logits)
 
 
@@ -139,8 +140,8 @@ def test_a_run_learns_and_its_folder_adapter_merged_model_and_peft_agree(lab, tm
 
 
 def test_a_run_on_an_int8_base_learns_and_is_loaded_in_any_dtype(lab, tmp_path):
-    """The base is recognised by its values, read as bf16 or fp32. The scale 4 / sqrt(4) equals the lab's 8 / 4."""
-    run(*tuning(lab, tmp_path / "run", "--lora_r=4", "--lora_alpha=4", "--lora_rs", "--base=int8", "--recompute=full"))
+    """The base is recognised by its values, read as bf16 or fp32."""
+    run(*tuning(lab, tmp_path / "run", *ADAPTERS, "--base=int8", "--recompute=full"))
     assert losses(tmp_path / "run") == pytest.approx(losses(lab / "adapted"), rel=0.01)
     for dtype in (None, torch.bfloat16):
         assert answers(tmp_path / "run", dtype=dtype).equal(answers(tmp_path / "run" / "adapter", dtype=dtype))
@@ -156,8 +157,15 @@ def test_an_adapter_of_other_weights_is_an_error(lab, tmp_path):
 
 def test_the_first_values_are_drawn_on_the_cpu_whatever_device_a_model_is_built_on():
     how = dict(r=4, lora_alpha=8, target_modules=lora.MATRICES)
-    model, again = (lora.adapt(small(0, vocab_size=320), how) for _ in range(2))
-    lora.draw(model, 3)
+    model, again = (lora.add_lora(small(0, vocab_size=320), how) for _ in range(2))
+    lora.init_lora(model, 3)
     with torch.device("meta"):
-        lora.draw(again, 3)
+        lora.init_lora(again, 3)
     assert same(dict(model.named_parameters()), dict(again.named_parameters()))
+
+
+@pytest.mark.parametrize("older", [dict(lora_rs=True), dict(lora_on="q_proj,v_proj")])
+def test_a_run_with_adapters_of_another_scale_or_on_some_matrices_is_an_error(older):
+    """Older versions had such runs. Their folder adapter/ is in PEFT's format, which says both."""
+    with pytest.raises(ValueError, match="load its folder adapter/"):
+        lora.lora_config(dict(lora_r=4, lora_alpha=8) | older)

@@ -89,10 +89,10 @@ def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch
     """The signal comes in the fifth micro-batch, where a step has three (adapted) or two (qrpo)."""
     calls, reduce_after = itertools.count(1), parallel.reduce_after
 
-    def signalled(*args):
+    def signalled(*args, last):
         if next(calls) == 5:
             signal.raise_signal(signal.SIGTERM)
-        reduce_after(*args)
+        reduce_after(*args, last)
 
     monkeypatch.setattr(parallel, "reduce_after", signalled)
     out = run(kind, tmp_path / "run")
@@ -104,7 +104,7 @@ def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch
 def test_where_memory_is_short_one_row_is_taken_at_a_time(whole, run, tmp_path, monkeypatch, kind, room, batch):
     """A position takes one byte in this test, and only one of the longest rows fits."""
     calls, reduce_after = [], parallel.reduce_after
-    monkeypatch.setattr(parallel, "reduce_after", lambda *args: [calls.append(args), reduce_after(*args)])
+    monkeypatch.setattr(parallel, "reduce_after", lambda *args, last: [calls.append(args), reduce_after(*args, last)])
     monkeypatch.setattr(memory, "step_memory", lambda model, how, tokens, *_: dict(total=how["micro_batch"] * tokens))
     monkeypatch.setattr(memory, "memory_of", lambda device: room)
     out = run(kind, tmp_path / "run")

@@ -77,23 +77,23 @@ def losses(folder):
     return [entry["loss"] for entry in log(folder)]
 
 
-def test_it_learns_and_watches_its_ranks(lab):
-    first, second, *_, last = log(lab / "sft")
-    assert {"rank_effective", "dead_units"} <= first.keys() & last.keys() - second.keys()
+def test_it_learns(lab):
+    first, *_, last = log(lab / "sft")
     assert last["step"] == 19 and last["loss"] < first["loss"] - 0.5
 
 
 @pytest.mark.parametrize("optimizer, clip", [("adamw", 100.0), ("ademamix", 0.05)])
-def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, optimizer, clip):
-    """Three steps over two epochs. A large eps makes the update depend on the scale of the gradients."""
+def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, large_eps, optimizer, clip):
+    """Three steps over two epochs."""
     rows = [chat_row(SYSTEM, user("q" * n), assistant("yes" * n), user("and?"), assistant("é")) for n in range(1, 7)]
     write_rows(tmp_path / "rows.jsonl", rows)
+    large_eps(1e-3)
     how = f"""--data={tmp_path}/rows.jsonl --batch_size=4 --epochs=2 --micro_batch=3 --lr=1e-2 --warmup=0.5
-        --optimizer={optimizer} --grad_clip={clip} --eps=1e-3 --weight_decay=0.2"""
+        --optimizer={optimizer} --grad_clip={clip} --weight_decay=0.2"""
     tune(lab, tmp_path / "run", *how.split())
     plain = Plain(lab / "hf")
     for step, (rate, found) in enumerate(zip((5e-3, 1e-2, 5e-3), log(tmp_path / "run"), strict=True)):
-        batch = [chat.render(TOK, rows[k]) for k in common.chosen(step, 4, [6], [1], 2, 28)]
+        batch = [chat.render(TOK, rows[k]) for k in common.item_indices(step, 4, 6, 2, 28)]
         logp = torch.cat([plain.logp(ids)[torch.tensor(said[1:])] for ids, said in batch])
         loss = -logp.mean()
         loss.backward()
@@ -144,9 +144,9 @@ import sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import convert
-from types import SimpleNamespace
-from posttrain import start
 from engine.parallel import Ranks, orderly_exit
+from posttrain.start import load_whole
+from train import build_model
 
 class Largest(TorchDispatchMode):
     numbers, files = 0, set()
@@ -166,17 +166,16 @@ with orderly_exit():
     ranks.join("cpu", 60)
     for folder in sys.argv[1:]:
         shape, _, path = convert.start_of(folder)
-        config = dict(base="fp32")
-        run = SimpleNamespace(ranks=ranks, config=config, shape=shape, path=path, device="cpu", dtype=torch.float32)
+        settings = dict(init_from=folder, lora_r=0, base="fp32", dtype="float32", recompute="none", seed=1)
         with Largest() as largest:
-            start.ready(run)
+            model = build_model(shape, settings, ranks, "cpu", weights=path)
         want = dict(convert.load_any(folder)[0].named_parameters())
-        assert all(p.full_tensor().equal(want[n]) for n, p in run.policy.named_parameters())
+        assert all(p.full_tensor().equal(want[n]) for n, p in model.named_parameters())
         sizes = [p.numel() for p in want.values()]
-        here = sum(p.to_local().numel() for p in run.policy.parameters())
+        here = sum(p.to_local().numel() for p in model.parameters())
         assert abs(here / sum(sizes) - 0.5) < 0.005 and largest.numbers <= max(sizes) / 2, (here, largest.numbers)
-        config |= dict(base="bf16", init_from=folder)       # each rank holds it whole to sample
-        assert start.load_whole(run).lm_head.weight.dtype == torch.bfloat16
+        whole = load_whole(settings | dict(base="bf16"), "cpu")     # each rank holds it whole to sample
+        assert whole.lm_head.weight.dtype == torch.bfloat16
     ranks.leave()
 """
 
