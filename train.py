@@ -10,8 +10,8 @@ $ python train.py configs/gpu.py --resume                    # one GPU; resumes 
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --resume     # eight GPUs
 
 The loop is train(). It has no random state: data, masks and schedules are pure functions of the step, so a killed and
-resumed run ends bit-exact, on one process or, with --exact, on several, unless the clock chooses where the decay begins
-or the number of threads changes. The run folder, signals and checkpoints are in engine/run.py.
+resumed run ends bit-exact, unless the clock chooses where the decay begins or the number of threads changes; with
+--exact also on another number of ranks. The run folder, signals and checkpoints are in engine/run.py.
 """
 
 from contextlib import suppress
@@ -275,8 +275,7 @@ def main(requested):
         finished = run.close(model, opt, **plan_state(plan))
         summary = finish(run, plan, model, val_data, micro_batch_size) if finished else None
         ranks.leave()
-        if ranks.is_main:
-            conclude(run, summary)
+        conclude(run, summary)
 
 
 def is_set_later(requested, name, other):
@@ -331,7 +330,7 @@ def finish(run, plan, model, val_data, micro_batch_size):
 
 def conclude(run, summary):
     """After all ranks have left: the weights for Hugging Face, summary.json and the plot. summary: None if stopped."""
-    if summary:
+    if summary and run.ranks.is_main:
         from convert import complete
         complete(run.out)
     run.log.conclude(summary)

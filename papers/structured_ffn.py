@@ -466,8 +466,7 @@ def main(requested):
         finished = run.close(model, opt, **plan_state(plan))
         summary = train.finish(run, plan, model, val_data, micro_batch_size) if finished else None
         ranks.leave()
-        if ranks.is_main:
-            train.conclude(run, summary)
+        train.conclude(run, summary)
 
 
 if __name__ == "__main__":

@@ -387,8 +387,7 @@ def main():
             train(run, model, opt, examples, micro_batch_size)
         summary = common.finish(run, model) if run.close(model, opt) else None
         ranks.leave()
-        if ranks.is_main:
-            conclude(run, summary)
+        conclude(run, summary)
 
 
 if __name__ == "__main__":

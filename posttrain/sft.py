@@ -217,8 +217,7 @@ def main():
             train(run, model, opt, conversations, longest, micro_batch_size)
         summary = common.finish(run, model) if run.close(model, opt) else None
         ranks.leave()
-        if ranks.is_main:
-            conclude(run, summary)
+        conclude(run, summary)
 
 
 def introduce(conversations, dropped, steps):

@@ -26,7 +26,8 @@ SETTINGS = ("run(", "run_script(", "settings(globals()")  # how a script hands o
 
 def product_files():
     """The Python files outside of tests/ and configs/, tracked or new."""
-    names = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "*.py"], text=True, cwd=ROOT).split()
+    command = ["git", "ls-files", "-co", "--exclude-standard", "*.py"]
+    names = subprocess.check_output(command, text=True, cwd=ROOT).split()
     return [name for name in names if not name.startswith(("tests/", "configs/")) and (ROOT / name).exists()]
 
 
