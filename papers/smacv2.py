@@ -174,7 +174,7 @@ class Skirmish:
         self.stats = np.array(list(TEAM.values()))              # (types, 4)
         if "ranges" not in self.random:
             self.stats[:, 1:3] = SIGHT_REACH
-        self.kind = np.tile(np.arange(UNITS), (fights, 1))      # rows of stats; both sides have the same
+        self.unit_type = np.tile(np.arange(UNITS), (fights, 1))      # rows of stats; both sides have the same
         self.place = np.zeros((fights, 2, UNITS, 2))            # side 0 are the allies
         self.health = np.zeros((fights, 2, UNITS))
         self.provoked = np.zeros((fights, UNITS), bool)
@@ -186,10 +186,10 @@ class Skirmish:
         self.place[over] = PLACES
         for i in np.flatnonzero(over):
             if "types" in self.random:
-                self.kind[i] = team_of(self.rng, range(len(TEAM)), UNITS)
+                self.unit_type[i] = team_of(self.rng, range(len(TEAM)), UNITS)
             if "starts" in self.random:
                 self.place[i] = starts_of(self.rng, UNITS, UNITS)
-        full, self.sight, self.reach, self.strike = np.moveaxis(self.stats[self.kind], -1, 0)
+        full, self.sight, self.reach, self.strike = np.moveaxis(self.stats[self.unit_type], -1, 0)
         self.full = full[:, None] * [[1], [0.9]]
         self.health[over] = self.full[over]
         for state in (self.provoked, self.age, self.revealed):
@@ -254,7 +254,7 @@ class Skirmish:
 
     def types(self):
         """(fights, units of both sides, types) one-hot."""
-        return np.tile(np.eye(len(TEAM))[self.kind], (1, 2, 1))
+        return np.tile(np.eye(len(TEAM))[self.unit_type], (1, 2, 1))
 
     def state(self):
         """All of a fight, (fights, numbers) fp32, for the critic, which is used in training alone."""

@@ -10,6 +10,12 @@ Pictures of five ideas, drawn by the code that implements them.
 $ python -m studies.explain        # into assets/
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("explain.py: start it from the project's root, python -m studies.explain", file=sys.stderr)
+    sys.exit(2)
+
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +27,7 @@ from ademamix import alpha_at, beta3_at
 from configurator import read_config, run
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
-from studies import kit  # first: a study started by its path gets studies/studies.py here, which prints the command
+from studies import kit
 from tokenizer import load
 
 out = "assets"         # folder of the pictures

@@ -11,6 +11,11 @@ three bytes per letter look cheap.
 $ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768      # the most expensive languages first
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("fairness.py: start it from the project's root, python -m studies.fairness", file=sys.stderr)
+    sys.exit(2)
 
 from collections import Counter
 from pathlib import Path

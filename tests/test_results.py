@@ -119,6 +119,9 @@ def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(tmp_p
     assert found["total"] == row["total"]
     assert found["letter"]["asked"] == [*range(128, 178)]
     assert found["letter"]["true"] == [*range(178, 228)]
+    for model in ("plain", "base"):
+        _, _, greedy, _ = row["links"][model]["letters"]
+        assert found["letter"][model] == greedy["said"] and greedy["repetitions"] == 128
     for model, link in found["links"].items():
         assert link == {key: row["links"][model][key] for key in ("exam", "old", "positions", "letters") if key in link}
     wanted = [in_todays_words(link["command"].replace("out/recipe", out)) for link in row["links"].values()]
