@@ -10,7 +10,7 @@ import random
 import signal
 
 import pytest
-from conftest import same, script, table, weights
+from conftest import same, script, weights
 from lab import ADAPTERS, aligning, pretraining, tuning
 from trained import equal, killed_after, log, steps
 
@@ -21,17 +21,23 @@ LORA = " ".join(ADAPTERS)
 GUIDED = "--ffn=blockdense --ffn_rank=16 --ffn_blocks=2 --self_guided=0.5 --guide_saving"
 # Each kind of run: its flags, how two ranks share it from the start, and how when they resume it. In a step of QRPO the
 # first rank takes all four pairs, so that the second has none.
-KINDS = f"""
-pretraining | {TRAIN}                                       | ddp                        | fsdp --exact
-continued   | {TRAIN} --init_from=LAB/hf --base=bf16 {LORA} | fsdp --sequence_parallel=2 | fsdp --exact
-distilled   | {TRAIN} --n_layer=1 --teacher=LAB/hf          | fsdp --sequence_parallel=2 | fsdp --exact
-guided      | {TRAIN} {GUIDED}                              | fsdp                       | fsdp --exact
-sft         |                                               | fsdp                       | ddp
-adapted     | {LORA}                                        | ddp                        | fsdp
-qrpo        |                                               | fsdp --micro_batch=4       | ddp
-"""
-KINDS = {kind: flags for kind, *flags in table(KINDS)}
-COMMANDS = dict(sft=tuning, adapted=tuning, qrpo=aligning)
+KINDS = {
+    "pretraining": (TRAIN, "ddp", "fsdp --exact"),
+    "continued": (f"{TRAIN} --init_from=LAB/hf --base=bf16 {LORA}", "fsdp --sequence_parallel=2", "fsdp --exact"),
+    "distilled": (f"{TRAIN} --n_layer=1 --teacher=LAB/hf", "fsdp --sequence_parallel=2", "fsdp --exact"),
+    "guided": (f"{TRAIN} {GUIDED}", "fsdp", "fsdp --exact"),
+    "sft": ("", "fsdp", "ddp"),
+    "adapted": (LORA, "ddp", "fsdp"),
+    "qrpo": ("", "fsdp --micro_batch=4", "ddp"),
+}
+
+
+def guided(*args):
+    """The command line of a run of structured layers."""
+    return ["papers.structured_ffn", *pretraining(*args)[1:]]
+
+
+COMMANDS = dict(guided=guided, sft=tuning, adapted=tuning, qrpo=aligning)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -89,10 +95,10 @@ def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch
     """The signal comes in the fifth micro-batch, where a step has three (adapted) or two (qrpo)."""
     calls, reduce_after = itertools.count(1), parallel.reduce_after
 
-    def signalled(*args):
+    def signalled(*args, **how):
         if next(calls) == 5:
             signal.raise_signal(signal.SIGTERM)
-        reduce_after(*args)
+        reduce_after(*args, **how)
 
     monkeypatch.setattr(parallel, "reduce_after", signalled)
     out = run(kind, tmp_path / "run")
@@ -104,7 +110,7 @@ def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch
 def test_where_memory_is_short_one_row_is_taken_at_a_time(whole, run, tmp_path, monkeypatch, kind, room, batch):
     """A position takes one byte in this test, and only one of the longest rows fits."""
     calls, reduce_after = [], parallel.reduce_after
-    monkeypatch.setattr(parallel, "reduce_after", lambda *args: [calls.append(args), reduce_after(*args)])
+    monkeypatch.setattr(parallel, "reduce_after", lambda *args, **how: [calls.append(args), reduce_after(*args, **how)])
     monkeypatch.setattr(memory, "step_memory", lambda model, how, tokens, *_: dict(total=how["micro_batch"] * tokens))
     monkeypatch.setattr(memory, "memory_of", lambda device: room)
     out = run(kind, tmp_path / "run")
