@@ -28,6 +28,12 @@ $ python -m papers.structured_ffn configs/laptop.py --ffn=lowrank --ffn_rank=96 
 $ python -m papers.structured_ffn --merge=out/laptop --save=out/hf     # the equivalent dense model, for transformers
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("structured_ffn.py: start it from the project's root, python -m papers.structured_ffn", file=sys.stderr)
+    sys.exit(2)
+
 import hashlib
 import math
 from contextlib import suppress

@@ -36,6 +36,12 @@ $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.
 $ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("qrpo.py: start it from the project's root, python -m posttrain.qrpo", file=sys.stderr)
+    sys.exit(2)
+
 import itertools
 import math
 from contextlib import suppress

@@ -30,6 +30,12 @@ $ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
 $ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("sft.py: start it from the project's root, python -m posttrain.sft", file=sys.stderr)
+    sys.exit(2)
+
 import itertools
 import math
 from contextlib import suppress

@@ -42,7 +42,11 @@ def table(text):
 def weights(run):
     """{name: parameter} of a run folder."""
     import convert
+    from engine.runs import settings_of
+    from papers import structured_ffn
 
+    if os.path.exists(f"{run}/config.json") and "ffn" in settings_of(run):
+        return dict(structured_ffn.load(str(run)).named_parameters())
     return dict(convert.load_any(str(run))[0].named_parameters())
 
 

@@ -10,7 +10,7 @@ import random
 import signal
 
 import pytest
-from conftest import same, script, table, weights
+from conftest import same, script, weights
 from lab import ADAPTERS, aligning, pretraining, tuning
 from trained import equal, killed_after, log, steps
 
@@ -21,17 +21,23 @@ LORA = " ".join(ADAPTERS)
 GUIDED = "--ffn=blockdense --ffn_rank=16 --ffn_blocks=2 --self_guided=0.5 --guide_saving"
 # Each kind of run: its flags, how two ranks share it from the start, and how when they resume it. In a step of QRPO the
 # first rank takes all four pairs, so that the second has none.
-KINDS = f"""
-pretraining | {TRAIN}                                       | ddp                        | fsdp --exact
-continued   | {TRAIN} --init_from=LAB/hf --base=bf16 {LORA} | fsdp --sequence_parallel=2 | fsdp --exact
-distilled   | {TRAIN} --n_layer=1 --teacher=LAB/hf          | fsdp --sequence_parallel=2 | fsdp --exact
-guided      | {TRAIN} {GUIDED}                              | fsdp                       | fsdp --exact
-sft         |                                               | fsdp                       | ddp
-adapted     | {LORA}                                        | ddp                        | fsdp
-qrpo        |                                               | fsdp --micro_batch=4       | ddp
-"""
-KINDS = {kind: flags for kind, *flags in table(KINDS)}
-COMMANDS = dict(sft=tuning, adapted=tuning, qrpo=aligning)
+KINDS = {
+    "pretraining": (TRAIN, "ddp", "fsdp --exact"),
+    "continued": (f"{TRAIN} --init_from=LAB/hf --base=bf16 {LORA}", "fsdp --sequence_parallel=2", "fsdp --exact"),
+    "distilled": (f"{TRAIN} --n_layer=1 --teacher=LAB/hf", "fsdp --sequence_parallel=2", "fsdp --exact"),
+    "guided": (f"{TRAIN} {GUIDED}", "fsdp", "fsdp --exact"),
+    "sft": ("", "fsdp", "ddp"),
+    "adapted": (LORA, "ddp", "fsdp"),
+    "qrpo": ("", "fsdp --micro_batch=4", "ddp"),
+}
+
+
+def guided(*args):
+    """The command line of a run of structured layers."""
+    return ["papers.structured_ffn", *pretraining(*args)[1:]]
+
+
+COMMANDS = dict(guided=guided, sft=tuning, adapted=tuning, qrpo=aligning)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
