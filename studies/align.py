@@ -65,7 +65,7 @@ SFT = [
 QRPO = [
     "posttrain.qrpo", "--rewards=studies/align.py", "--max_new_tokens=24", "--sample_batch=512", "--pairs_per_prompt=0",
     "--epochs=3", "--batch_size=16", "--micro_batch=16", "--optimizer=adamw", "--warmup=0.1", "--grad_clip=1.0",
-    "--max_length=128", "--beta_max=0", "--gamma=0.1"]
+    "--max_length=128", "--gamma=0.1"]
 
 
 # -----------------------------------------------------------------------------
