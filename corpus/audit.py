@@ -143,14 +143,14 @@ def steps_of(rows, folder):
     ValueError: not a run of train.py, or its data have changed since.
     """
     from corpus.when import data_of_run, samples_of
-    from schedule import samples_at, steps_in
+    from schedule import Plan
 
     config = settings_of(when) if os.path.isfile(f"{when}/log.jsonl") else {}
     if not {"data_hash", "block_size", "batch_ramp_at"} <= config.keys():
         raise ValueError(f"{when} is not a run of train.py: name its folder, with config.json and log.jsonl")
-    T, batch = config["block_size"], (config["batch_size"], config["batch_ramp_at"])
+    plan = Plan(config["batch_size"], config["batch_ramp_at"], config["block_size"])
     done = 1 + max((entry["step"] for entry in entries(when) if "lr" in entry), default=-1)
-    until = samples_at(done, *batch)
+    until = plan.samples_before(done)
     data = data_of_run(config, until)
     shards = {os.path.realpath(f"{config['data']}/{shard['file']}") for shard in shards_of(data.meta)}
     begins = f"; it started from {config['init_from']}, which is another run" if config.get("init_from") else ""
@@ -162,8 +162,8 @@ def steps_of(rows, folder):
         if path not in shards:
             raise ValueError(f"{when} has read {config['data']}, not {folder}: ask that folder")
         samples = samples_of(data, path, row["offset"], row["tokens"], until)
-        steps = sorted({steps_in(sample, *batch) for sample in samples.tolist()})
-        listed = ", ".join(f"{step} (tokens {samples_at(step, *batch) * T:,} to {samples_at(step + 1, *batch) * T:,})"
+        steps = sorted({plan.steps_in(sample) for sample in samples.tolist()})
+        listed = ", ".join(f"{step} (tokens {plan.tokens_after(step - 1):,} to {plan.tokens_after(step):,})"
                            for step in steps[:10])
         others = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
         yield (f"read at {len(steps):,} of the {done:,} steps of {when}: {listed}{others}{begins}" if steps else

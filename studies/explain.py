@@ -74,11 +74,12 @@ def wsd():
     """
     big = SimpleNamespace(**read_config("configs/8b.py"))
     rates = big.lr, big.min_lr, big.warmup_samples, big.total_samples
+    plan = schedule.Plan(big.batch_size, big.batch_ramp_at)
     samples = np.linspace(0, big.total_samples, 10_000)
     return samples * 4096 / 1e12, {
         "learning rate: WSD": [1e4 * schedule.wsd(s, *rates, big.decay_samples) for s in samples],
         "learning rate: cosine": [1e4 * schedule.cosine(s, *rates) for s in samples],
-        "batch": np.array([schedule.batch_size(s, big.batch_size, big.batch_ramp_at) for s in samples]) * 4096 / 1e7,
+        "batch": np.array([plan.samples_of(plan.steps_in(int(s)))[1] for s in samples]) * 4096 / 1e7,
     }, "trillion tokens", "learning rate (1e-4), batch (10 million tokens)"
 
 

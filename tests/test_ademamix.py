@@ -99,17 +99,17 @@ def test_an_optimizer_is_built_by_name_whose_weight_decay_spares_gains_and_scala
     """Frozen parameters are left out."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.RMSNorm(4), torch.nn.Linear(4, 4).requires_grad_(False))
     betas = 0.9, 0.99, 0.999
-    common = 0.1, betas, 5.0, 1e-6, 0.2, 7, 9
+    common = 0.1, betas, 5.0, 0.2, 7
     adamw = build_optimizer(model, "adamw", *common)
     ours = build_optimizer(model, "ademamix", *common, True, "bfloat16")
     matrix, bias, gain, *_ = map(id, model.parameters())
     for opt in (adamw, ours):
         assert [[g["weight_decay"], g["lr"], g["eps"], *map(id, g["params"])] for g in opt.param_groups] == [
-            [0.2, 0.1, 1e-6, matrix],
-            [0.0, 0.1, 1e-6, bias, gain],
+            [0.2, 0.1, 1e-8, matrix],
+            [0.0, 0.1, 1e-8, bias, gain],
         ]
-    assert type(adamw) is torch.optim.AdamW and adamw.defaults["betas"] == betas[:2]
-    want = dict(betas=betas, alpha=5.0, alpha_warmup=7, beta3_warmup=9, state_dtype=torch.bfloat16, compile=True)
+    assert isinstance(adamw, torch.optim.AdamW) and adamw.defaults["betas"] == betas[:2]
+    want = dict(betas=betas, alpha=5.0, alpha_warmup=7, beta3_warmup=7, state_dtype=torch.bfloat16, compile=True)
     assert want.items() <= ours.defaults.items()
 
 

@@ -16,7 +16,7 @@ from configurator import config_file, read_config
 from data import TokenDataset, fingerprint, mapped, permute, read_meta, started_stages
 from engine.files import read_json
 from goldfish import goldfish_mask
-from schedule import steps_in, wsd
+from schedule import Plan, wsd
 from stages import StagedDataset
 
 A, B = "a.jsonl", "b.jsonl"
@@ -242,7 +242,7 @@ def test_the_long_context_stages_have_the_published_steps_and_tokens(row):
     config = read_config(config_file(f"long/{name}" + "_70b" * (size == "70b")))
     windows, theta, batch, total, warmup, decay, peak = (config[key] for key in KEYS.split())
     ((_, sources, until, _),) = config["stages"]
-    steps = steps_in(total, batch, config["batch_ramp_at"] or None)
+    steps = Plan(batch, config["batch_ramp_at"]).steps_in(total)
     assert [windows, theta, batch, steps, [*sources.values()]] == want
     assert warmup * windows / 1e9 == pytest.approx(1.26, abs=0.01)
     assert wsd(total - 1, peak, 0, warmup, total, decay) == read_config(config_file(size))["min_lr"]
