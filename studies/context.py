@@ -74,7 +74,7 @@ def main():
     if min(by_position, lookup, window) < 0 or not by_position + lookup:
         raise ValueError("want --by_position=128 or --lookup=100, and a --window of 0 or more")
     texts = read_texts() if by_position else []     # before the model, so that a mistake costs no time
-    model, tok = convert.load_ready(init_from, "auto", "auto")
+    model, tok = convert.load_for_inference(init_from, "auto", "auto")
     T = window or model.config.block_size
     rows = position_scores(model, tok, texts, T, by_position) if by_position else []
     if lookup:
