@@ -33,9 +33,9 @@ from tokenizer import NAMED
 # the format
 
 # A mark is half of a surrogate pair: UTF-8 cannot express it, so no text that anyone types or stores has one.
-BEGIN, END, *rest = map(chr, range(0xD800, 0xD80F))     # around the words of the assistant
-MARKS = dict(zip(["<s>", *NAMED[61:73]], rest))         # {control token: its mark}
-NAMES = dict(zip(rest, MARKS))
+BEGIN, END, *others = map(chr, range(0xD800, 0xD80F))     # around the words of the assistant
+MARKS = dict(zip(["<s>", *NAMED[61:73]], others))         # {control token: its mark}
+NAMES = {mark: name for name, mark in MARKS.items()}
 
 
 def as_json(value):
@@ -46,6 +46,7 @@ def as_json(value):
 def template():
     """chat_template.jinja, compiled with marks instead of control tokens."""
     import jinja2  # torch installs it. Imported here, because pretraining does not need it.
+
     source = read_text(f"{ROOT}/chat_template.jinja")
     # Each tag stands between two expressions that strip the white space around it.
     tags = {
@@ -70,13 +71,13 @@ def marked(messages, tools=None, thinking=False, add_generation_prompt=False, da
     the assistant stays open unless `closed`. Words of a message with "weight": 0 (OpenAI) are not marked as learnt.
     ValueError, one line: a role, content or tool that the format has no place for, or half a surrogate pair.
     """
-    def refuse(why):
-        raise ValueError(why)
+    def raise_error(reason):
+        raise ValueError(reason)
 
-    write = template().render
+    render_template = template().render
     try:
         json.dumps([messages, tools], ensure_ascii=False, default=str).encode()     # ValueError: it has a mark
-        return write(
+        return render_template(
             messages=messages,
             tools=tools,
             enable_thinking=thinking,
@@ -85,7 +86,7 @@ def marked(messages, tools=None, thinking=False, add_generation_prompt=False, da
             closed=closed,
             bos_token=MARKS["<s>"],
             strftime_now=lambda form: date or time.strftime(form),
-            raise_exception=refuse)
+            raise_exception=raise_error)
     except Exception as error:      # odd data raise errors of many types inside a template
         raise ValueError(f"chat: {error}; want user, assistant, tool after assistant, system only first, with text, "
                          "parts or blocks as content") from None
@@ -104,20 +105,20 @@ def parts_of(message):
 
 def content_of(message):
     """The words of a message as text, without thoughts and calls. Raises one of ODD_CONTENT for other content."""
-    return "".join(text for kind, text in parts_of(message) if kind in ("text", "response"))
+    return "".join(text for part_type, text in parts_of(message) if part_type in ("text", "response"))
 
 
 def render(tok, row, date=None):
     """
-    A conversation -> ids, said (two lists): said[i] is True where the assistant must produce ids[i] itself.
+    A conversation -> ids, mask (two lists): mask[i] is True where the assistant must produce ids[i] itself.
 
-    The ids begin with their only <s>, and have <|assistant_end|> also after the last answer. row["thinking"] decides
-    whether "Deliberation: enabled" is written; by default it is if there are thoughts. ValueError: as marked().
+    The ids begin with their only <s>, and have <|assistant_end|> also after the last answer. row["thinking"]: whether
+    to write "Deliberation: enabled"; by default it is written if there are thoughts. ValueError: as marked().
     """
     messages = row["messages"]
-    thoughts = any(kind == "thoughts" for message in messages for kind, _ in parts_of(message))
     thinking = row.get("thinking")
-    thinking = thoughts if thinking is None else thinking
+    if thinking is None:
+        thinking = any(part_type == "thoughts" for message in messages for part_type, _ in parts_of(message))
     return tok.chat_ids(marked(messages, row.get("tools"), thinking, date=date, system=tok.system, closed=True))
 
 
@@ -126,7 +127,7 @@ def stop_ids(tok):
     The ids at which a model stops: the end of a text, of a turn, and of a call of tools, because the model must not
     write the output of a tool. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
     """
-    return {tok.eos} | {tok.special.get(name, tok.eos) for name in "</s> <|assistant_end|> <|tools_suffix|>".split()}
+    return {tok.eos} | {tok.special.get(name, tok.eos) for name in ("</s>", "<|assistant_end|>", "<|tools_suffix|>")}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -135,9 +136,10 @@ def stop_ids(tok):
 # The keys of each form. A row has the first form whose keys it has.
 FORMS = {"messages"}, {"conversations"}, {"instruction", "output"}, {"prompt", "completion"}
 # ShareGPT's names of the roles.
-SPEAKERS = dict(pair.split(":") for pair in """
-system:system human:user user:user gpt:assistant assistant:assistant observation:tool tool:tool
-""".split())
+SPEAKERS = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "observation": "tool", "tool": "tool",
+}
 
 
 def conversation(row):
@@ -176,11 +178,11 @@ def of_sharegpt(turn):
 
 def alpaca_prompt(row):
     """The prompt that Alpaca was trained with. Source: PROMPT_DICT of tatsu-lab/stanford_alpaca, train.py."""
-    given = context = ""
+    paired = context = ""
     if row.get("input"):
-        given = ", paired with an input that provides further context"
+        paired = ", paired with an input that provides further context"
         context = "\n\n### Input:\n" + row["input"]
-    return (f"Below is an instruction that describes a task{given}. Write a response that appropriately completes the "
+    return (f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
             f"request.\n\n### Instruction:\n" + row["instruction"] + context + "\n\n### Response:")
 
 
@@ -188,9 +190,12 @@ def alpaca_prompt(row):
 # checks: can a model learn from a conversation, and why not
 
 # {role: the roles after which it may speak}; "" is the beginning.
-FOLLOWS = {role: before.split(",") for role, before in (pair.split(":") for pair in """
-system: user:,system,assistant assistant:user,tool tool:assistant,tool
-""".split())}
+FOLLOWS = {
+    "system": [""],
+    "user": ["", "system", "assistant"],
+    "assistant": ["user", "tool"],
+    "tool": ["assistant", "tool"],
+}
 
 # Errors that odd content raises on its way to ids: a number instead of text, a picture, a block without its text, half
 # a surrogate pair, a million brackets. Such conversations are counted under the reason ODD.
@@ -198,37 +203,37 @@ ODD_CONTENT = AttributeError, KeyError, TypeError, ValueError, RecursionError
 ODD = "content that the chat format has no place for: want text or blocks"
 
 
-def fault(messages):
-    """Why a model cannot learn from a conversation, or None."""
-    before = ""
+def find_fault(messages):
+    """The reason why a model cannot learn from a conversation, or None."""
+    previous = ""
     for message in messages:
         role = message.get("role")
-        if role not in list(FOLLOWS):
+        if role not in list(FOLLOWS):                      # a list, since the role may be of a type without a hash
             return f"the unknown role {role!r:.40}: want {', '.join(FOLLOWS)}"
-        if before not in FOLLOWS[role]:
+        if previous not in FOLLOWS[role]:
             return "roles out of order"
-        says = any(text.strip() for _, text in parts_of(message)) or message.get("tool_calls")
-        if not says and role != "system":
+        has_content = any(text.strip() for _, text in parts_of(message)) or message.get("tool_calls")
+        if not has_content and role != "system":
             return "an empty turn"
-        before = role
-    if before == "tool":
+        previous = role
+    if previous == "tool":
         return "ends with a tool's output"
     if not any(message["role"] == "assistant" for message in messages):
         return "no assistant turn"
 
 
 def learnable(tok, row, max_length, date=None):
-    """A row of any form -> (ids, said) as render() gives them, or why a model cannot learn from it (str)."""
+    """A row of any form -> (ids, mask) as render() gives them, or the reason why a model cannot learn from it (str)."""
     try:
         if not any(keys <= row.keys() for keys in FORMS):
             return "no known form of a conversation"
         row = conversation(row)
-        if why := fault(row["messages"]):
-            return why
-        found = render(tok, row, date)
+        if reason := find_fault(row["messages"]):
+            return reason
+        ids, mask = render(tok, row, date)
     except ODD_CONTENT:
         return ODD
-    return found if len(found[0]) <= max_length else f"more than max_length={max_length} tokens"
+    return (ids, mask) if len(ids) <= max_length else f"more than max_length={max_length} tokens"
 
 
 def prompt_ids(tok, row, date=None):
@@ -238,18 +243,18 @@ def prompt_ids(tok, row, date=None):
         messages = row["messages"]
         if not messages or messages[-1].get("role") != "user":
             return "its last message is not the user's"
-        if why := fault([*messages, dict(role="assistant", content="an answer")]):
-            return why
+        if reason := find_fault([*messages, dict(role="assistant", content="an answer")]):
+            return reason
         return tok.chat(messages, row.get("tools"), row.get("thinking", False), True, date)
     except ODD_CONTENT:
         return ODD
 
 
-def describe_dropped(bad, kept, what):
-    """How many items were left out and why, in one line. bad: [(reason, place)]; what: their name, plural."""
+def describe_dropped(bad, kept, items):
+    """How many items were left out and why, in one line. bad: [(reason, place)]; items: their name, plural."""
     first = dict(reversed(bad))
-    reasons = "; ".join(f"{times} {why} (first in {first[why]})"
-                        for why, times in Counter(why for why, _ in bad).items())
-    head = (f"left out {len(bad)} of {len(bad) + kept} {what}" if kept else
-            f"none of {len(bad)} {what} can be learnt from")
-    return f"{head}: {reasons}"
+    counts = Counter(reason for reason, _ in bad)
+    reasons = "; ".join(f"{count} {reason} (first in {first[reason]})" for reason, count in counts.items())
+    if kept:
+        return f"left out {len(bad)} of {len(bad) + kept} {items}: {reasons}"
+    return f"none of {len(bad)} {items} can be learnt from: {reasons}"

@@ -14,7 +14,7 @@ $ python convert.py --load=out/laptop --trace="Hello"     # print what each modu
 
 The parameters have the published names, so weights need no table of names. A repository is read as safetensors and
 JSON, and no code in it is run. If a config asks for something that model.py lacks, or a tokenizer would give other ids
-here than in transformers, an error names it. A run that is not an Apertus (SwiGLU, structured layers, adapters) has
+here than in transformers, an error names it. A run that transformers' Apertus cannot compute (SwiGLU, adapters) has
 model_type "nanoapertus", which transformers does not load.
 
 The published models are the 8B and the 70B (2509), the Minis of 0.5B, 1.5B and 4B (v1.1), and 1.5, whose text model is
@@ -28,7 +28,6 @@ read here:
 
 import copy
 import hashlib
-import json
 import math
 import os
 import re
@@ -54,14 +53,14 @@ from tokenizer import TEMPLATE, hf_files, load_for, write_bpe
 load = ""              # a run folder, a Hugging Face folder or name, or a folder of adapters
 save = ""              # the folder to write in Hugging Face's format; FILE.json: the vocabulary alone, for prepare.py
 dtype = "float32"      # of the written tensors: float32 | bfloat16
-merge = False          # merge adapters and structured layers into the equivalent dense matrices
+merge = False          # add adapters to their matrices
 trace = ""             # print what each module computes for this text (studies/trace.py)
 
 # -----------------------------------------------------------------------------
 # config.json
 
 # Our names of settings, and Hugging Face's.
-HF_NAMES = json.loads("""{
+HF_NAMES = {
     "block_size": "max_position_embeddings",
     "vocab_size": "vocab_size",
     "n_layer": "num_hidden_layers",
@@ -71,10 +70,10 @@ HF_NAMES = json.loads("""{
     "ffn_dim": "intermediate_size",
     "tie_embeddings": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
-    "init_std": "initializer_range"
-}""")
+    "init_std": "initializer_range",
+}
 # The same for each type of RoPE.
-ROPE_NAMES = json.loads("""{
+ROPE_NAMES = {
     "default": {"rope_theta": "rope_theta"},
     "linear": {"rope_theta": "rope_theta", "rope_scaling": "factor"},
     "llama3": {
@@ -82,99 +81,122 @@ ROPE_NAMES = json.loads("""{
         "rope_scaling": "factor",
         "rope_original": "original_max_position_embeddings",
         "rope_low": "low_freq_factor",
-        "rope_high": "high_freq_factor"}
-}""")
-# The RoPE of a config.json without a word on it, in transformers 4 and 5.
-PUBLISHED_ROPE = json.loads("""{
+        "rope_high": "high_freq_factor",
+    },
+}
+# The RoPE of a config.json that does not mention it, in transformers 4 and 5.
+PUBLISHED_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12e6,
     "factor": 8.0,
     "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0
-}""")
-# What each export says, because model.py computes nothing else.
-EXPORTED = json.loads("""{
+    "high_freq_factor": 4.0,
+}
+# Keys of every export, because model.py computes nothing else.
+EXPORTED = {
     "architectures": ["ApertusForCausalLM"],
     "model_type": "apertus",
     "hidden_act": "xielu",
-    "qk_norm": true,
-    "post_norm": false,
-    "mlp_bias": false,
-    "attention_bias": false,
+    "qk_norm": True,
+    "post_norm": False,
+    "mlp_bias": False,
+    "attention_bias": False,
     "attention_dropout": 0.0,
     "dtype": "float32",
     "torch_dtype": "float32",
-    "use_cache": true
-}""")
+    "use_cache": True,
+}
 # Keys of other programs that may have this value only.
-NEUTRAL = json.loads("""{
-    "hidden_activation": "xielu", "is_causal": true, "pretraining_tp": 1, "partial_rotary_factor": 1.0,
+NEUTRAL = {
+    "hidden_activation": "xielu", "is_causal": True, "pretraining_tp": 1, "partial_rotary_factor": 1.0,
     "logit_scale": 1.0, "pruned_heads": {}, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-    "is_decoder": false, "is_encoder_decoder": false, "add_cross_attention": false, "tie_encoder_decoder": false,
-    "use_sliding_window": false, "use_bidirectional_attention": false, "rope_traditional": false
-}""")
+    "is_decoder": False, "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False,
+    "use_sliding_window": False, "use_bidirectional_attention": False, "rope_traditional": False,
+}
 # Keys that change no logit, whatever their value.
-FREE = """
-architectures model_type auto_map custom_pipelines _name_or_path name_or_path _commit_hash transformers_version
-unsloth_version unsloth_fixed tokenizer_class model_max_length dtype torch_dtype use_cache use_return_dict
-return_dict output_attentions output_hidden_states bos_token_id eos_token_id pad_token_id id2label label2id
-num_labels problem_type finetuning_task attn_implementation _attn_implementation _attn_implementation_autoset
-chunk_size_feed_forward keys_to_ignore_at_inference torchscript gradient_checkpointing nanoapertus
-text_config vision_config audio_config vision_tokenizer_config audio_tokenizer_config image_token_id audio_token_id
-image_token_offset audio_token_offset
-""".split()
+FREE = {
+    "architectures", "model_type", "auto_map", "custom_pipelines", "_name_or_path", "name_or_path", "_commit_hash",
+    "transformers_version", "unsloth_version", "unsloth_fixed", "tokenizer_class", "model_max_length", "dtype",
+    "torch_dtype", "use_cache", "use_return_dict", "return_dict", "output_attentions", "output_hidden_states",
+    "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "num_labels", "problem_type",
+    "finetuning_task", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+    "chunk_size_feed_forward", "keys_to_ignore_at_inference", "torchscript", "gradient_checkpointing", "nanoapertus",
+    "text_config", "vision_config", "audio_config", "vision_tokenizer_config", "audio_tokenizer_config",
+    "image_token_id", "audio_token_id", "image_token_offset", "audio_token_offset",
+}
 
 
 def config_from_hf(hf):
     """
     The ApertusConfig of the content of a config.json, of 1.5 that of its text model. ValueError, one line, if it lacks
     a size or asks for anything that model.py does not compute.
+    """
+    given = with_flat_rope(text_model_of(hf))
+    rope_type = given.pop("type", "default")
+    rope_type = given.pop("rope_type", rope_type)
+    if rope_type not in ROPE_NAMES:
+        given["rope_type"] = rope_type                     # an error below
+    values = {
+        "tie_word_embeddings": False,
+        "num_key_value_heads": given.get("num_attention_heads"),
+        "rms_norm_eps": ApertusConfig.norm_eps,
+        "initializer_range": ApertusConfig.init_std,
+        "rope_theta": PUBLISHED_ROPE["rope_theta"],
+    } | given
+    config = ApertusConfig(**{
+        ours: checked(theirs, values.pop(theirs, None), getattr(ApertusConfig, ours), "config.json")
+        for ours, theirs in (HF_NAMES | ROPE_NAMES.get(rope_type, {})).items()})
+    # Linear RoPE divides every frequency, as llama3 does if the original window is 0.
+    if rope_type == "default":
+        config.rope_scaling = 0.0
+    elif rope_type == "linear":
+        config.rope_original = 0
+    check_unused_keys(values, config)
+    return config
+
+
+def text_model_of(hf):
+    """A config.json's content with the keys of an Apertus, of 1.5 those of its text model. ValueError for others."""
+    model_type = hf.get("model_type")
+    if model_type == "apertus":
+        return hf
+    if model_type != "apertus1p5":
+        raise ValueError(f"config.json is of a {model_type!r} model: want model_type 'apertus'")
+    text = hf.get("text_config") or {}
+    tied = hf.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+    # Without a tied head, it has rows for ids of text only, and of the embedding we read these rows only.
+    ids = not tied and text.get("output_vocab_size") or text.get("vocab_size")
+    return hf | text | dict(vocab_size=ids, tie_word_embeddings=tied)
+
+
+def with_flat_rope(hf):
+    """
+    The keys of a config.json that have a value, with those of RoPE next to the others. ValueError if two differ.
 
     transformers 5 writes rope_parameters, 4 rope_theta and rope_scaling, which is null for plain RoPE.
     """
-    kind = hf.get("model_type")
-    if kind == "apertus1p5":
-        text = hf.get("text_config") or {}
-        tied = hf.get("tie_word_embeddings") or text.get("tie_word_embeddings")
-        # Without a tied head, it has rows for ids of text only, and of the embedding we read these rows only.
-        ids = not tied and text.get("output_vocab_size") or text.get("vocab_size")
-        hf = hf | text | dict(vocab_size=ids, tie_word_embeddings=tied)
-    elif kind != "apertus":
-        raise ValueError(f"config.json is of a {kind!r} model: want model_type 'apertus'")
     given = {key: value for key, value in hf.items() if value is not None}
     ropes = [given.pop(key, None) or {} for key in ("rope_parameters", "rope_scaling")]
     if not any(ropes) and "rope_scaling" not in hf:
         ropes = [PUBLISHED_ROPE]
-    for key, value in [pair for rope in ropes for pair in rope.items()]:
-        if given.setdefault(key, value) != value:
-            raise ValueError(f"config.json says two things about RoPE: {key}={given[key]} and {value}")
-    rope = given.pop("type", "default")
-    rope = given.pop("rope_type", rope)
-    if rope not in ROPE_NAMES:
-        given["rope_type"] = rope
-    found = dict(
-        tie_word_embeddings=False,
-        num_key_value_heads=given.get("num_attention_heads"),
-        rms_norm_eps=ApertusConfig.norm_eps,
-        initializer_range=ApertusConfig.init_std,
-        rope_theta=PUBLISHED_ROPE["rope_theta"]) | given
-    config = ApertusConfig(**{
-        ours: checked(theirs, found.pop(theirs, None), getattr(ApertusConfig, ours), "config.json")
-        for ours, theirs in (HF_NAMES | ROPE_NAMES.get(rope, {})).items()})
-    # Linear RoPE divides every frequency, as llama3 does if the original window is 0.
-    if rope == "default":
-        config.rope_scaling = 0.0
-    elif rope == "linear":
-        config.rope_original = 0
-    may = EXPORTED | NEUTRAL | dict(
+    for rope in ropes:
+        for key, value in rope.items():
+            if given.setdefault(key, value) != value:
+                raise ValueError(f"config.json says two things about RoPE: {key}={given[key]} and {value}")
+    return given
+
+
+def check_unused_keys(values, config):
+    """ValueError if a config.json has keys, besides those of an ApertusConfig, that ask for another computation."""
+    allowed = EXPORTED | NEUTRAL | dict(
         head_dim=config.head_dim,
         layer_types=["full_attention"] * config.n_layer,
         output_vocab_size=config.vocab_size)
-    odd = [f"{key}={value!r}" for key, value in found.items() if key not in FREE and may.get(key) != value]
-    if odd:
-        raise ValueError(f"config.json asks for settings that model.py lacks: {', '.join(odd):.200}")
-    return config
+    unsupported = [f"{key}={value!r}" for key, value in values.items()
+                   if key not in FREE and allowed.get(key) != value]
+    if unsupported:
+        raise ValueError(f"config.json asks for settings that model.py lacks: {', '.join(unsupported):.200}")
 
 
 def config_to_hf(config, dtype="float32"):
@@ -183,14 +205,15 @@ def config_to_hf(config, dtype="float32"):
         raise ValueError("transformers' Apertus has xIELU and QK-norm only, this model has "
                          f"activation={config.activation!r}, qk_norm={config.qk_norm}")
 
-    def named(names):
+    def renamed(names):
         return {theirs: getattr(config, ours) for ours, theirs in names.items()}
-    kind = "llama3" if config.rope_original else "linear"
+
+    rope_type = "llama3" if config.rope_original else "linear"
     if not config.rope_scaling:
-        kind = "default"
-    rope = dict(rope_type=kind) | named(ROPE_NAMES[kind])
+        rope_type = "default"
+    rope = dict(rope_type=rope_type) | renamed(ROPE_NAMES[rope_type])
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return named(HF_NAMES) | EXPORTED | dict(
+    return renamed(HF_NAMES) | EXPORTED | dict(
         dtype=dtype,
         torch_dtype=dtype,
         rope_theta=config.rope_theta,
@@ -204,19 +227,19 @@ def config_to_hf(config, dtype="float32"):
 
 def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
     """
-    The folder of a run or a model; that of a hub name is downloaded, the files of these patterns only. ValueError or
-    OSError, one line, if there is neither.
+    The folder of a run or a model. Of a hub name the files of these patterns are downloaded. ValueError or OSError, one
+    line, if there is neither.
     """
     if os.path.isdir(name):
         return name
     if name.count("/") != 1 or name.startswith((".", "/", "out/")):
         raise ValueError(f"no run in {name!r}: it is neither a folder here nor the name of a hub repository "
                          "(organisation/model); train one with `python train.py configs/laptop.py`")
-    import huggingface_hub
+    import huggingface_hub  # here, since local folders do not need it
 
     try:
         return huggingface_hub.snapshot_download(name, allow_patterns=list(files))
-    except Exception as e:                                 # of any kind: the library has a dozen
+    except Exception as e:                                 # the library raises a dozen kinds
         raise OSError(f"{name} could not be downloaded ({type(e).__name__}): check the name and the network, "
                       "or give a local folder") from None
 
@@ -236,9 +259,9 @@ def shape_of(name):
 
 
 def weights_in(folder):
-    """Where the weights of a folder are: its newest intact checkpoint, or the folder itself."""
-    found = restore.newest_intact(f"{folder}/ckpt")
-    return found[0] if found else folder
+    """The path of the weights of a folder: its newest intact checkpoint, or the folder itself."""
+    checkpoint = restore.newest_intact(f"{folder}/ckpt")
+    return checkpoint[0] if checkpoint else folder
 
 
 def has_adapter(folder):
@@ -248,8 +271,8 @@ def has_adapter(folder):
 
 def start_of(name):
     """
-    (ApertusConfig, Tokenizer, where its weights are) of a model that a run starts with. fill() reads them. ValueError,
-    one line, also if the folder holds adapters.
+    (ApertusConfig, Tokenizer, path of its weights) of a model that a run starts with. fill() reads the weights.
+    ValueError, one line, also if the folder holds adapters.
     """
     folder = local(name)
     with in_one_line(folder, ValueError, OSError):
@@ -266,75 +289,100 @@ def start_of(name):
 CONSTANTS = dict(beta=XIELU.BETA, eps=XIELU.EPS)
 
 
-def unfilled(shape):
+def meta_model(shape):
     """An Apertus on the meta device: names and shapes without memory."""
     with torch.device("meta"):
         return Apertus(shape, seed=None)
 
 
-def published(model):
-    """{published name: parameter} of a model, adapters left out. (LoRALinear holds its matrix as `base`.)"""
+def published_parameters(model):
+    """{published name: parameter} of a model without its adapters. (LoRALinear holds its matrix as `base`.)"""
     return {name.replace(".base.", "."): p for name, p in model.named_parameters() if ".lora_" not in name}
 
 
-def stored(path, model):
+class StoredWeights:
     """
-    (names, read) of the weights of a model at a path of weights_in(): a checkpoint, or safetensors under the published
-    names. The model may be on the meta device, and have adapters, which are left out.
+    The weights of a model at a path of weights_in(): a checkpoint, or safetensors under the published names.
 
-    read(name, dtype, device) returns a tensor, dtype None: as it is stored. read(name, into=tensor) fills one, or this
-    rank's shard of one. ValueError, one line, if the names or shapes are not those of the model.
+    The model may be on the meta device, and have adapters, which are left out. ValueError, one line, if the names or
+    shapes are not those of the model.
     """
-    import torch.distributed.checkpoint as dcp
 
-    own = published(model)
-    keys = {name: f"model/{name}" for name in own}
-    of_run = os.path.isfile(f"{path}/manifest.json")
-    reader, saved = restore.reader_for(path, {keys[name]: p for name, p in own.items()} if of_run else {})
-    if not of_run:
-        # Apertus 1.5 also stores the tokenizers of images and sound.
-        keys = {key.replace("model.language_model.", "model.", 1): key for key in saved if "_tokenizer." not in key}
-    if model.config.tie_embeddings:
-        keys.pop("lm_head.weight", None)                   # the 0.5B stores it all the same
-    constants = {name: torch.empty(1) for name in keys if name.endswith(("act_fn.beta", "act_fn.eps"))}
-    if wrong := (keys.keys() - constants.keys()) ^ own.keys():
-        raise ValueError(f"{path}: {len(wrong)} tensors are missing, or not of the model that config.json describes, "
-                         f"{min(wrong)} among them; a run has its first weights after checkpoint_every steps")
-    for name, p in (own | constants).items():
-        entry = saved[keys[name]]
+    def __init__(self, path, model):
+        self.path = path
+        self.parameters = published_parameters(model)
+        self.keys = {name: f"model/{name}" for name in self.parameters}      # {name: its key in the files}
+        of_run = os.path.isfile(f"{path}/manifest.json")
+        expected = {self.keys[name]: p for name, p in self.parameters.items()} if of_run else {}
+        self.reader, self.entries = restore.reader_for(path, expected)       # entries: {key: metadata}
+        if not of_run:
+            # Apertus 1.5 also stores the tokenizers of images and sound.
+            self.keys = {key.replace("model.language_model.", "model.", 1): key
+                         for key in self.entries if "_tokenizer." not in key}
+        if model.config.tie_embeddings:
+            self.keys.pop("lm_head.weight", None)          # the 0.5B stores it all the same
+        constants = [name for name in self.keys if name.endswith(("act_fn.beta", "act_fn.eps"))]
+        self.check_names(constants)
+        for name, p in self.parameters.items():
+            self.check_shape(name, p.shape)
+        for name in constants:
+            self.check_shape(name, (1,))
+        for name in constants:
+            self.check_constant(name)
+
+    def check_names(self, constants):
+        """ValueError if the stored tensors, other than constants, are not the parameters of the model."""
+        if wrong := (self.keys.keys() - set(constants)) ^ self.parameters.keys():
+            raise ValueError(f"{self.path}: {len(wrong)} tensors are missing, or not of the model that config.json "
+                             f"describes, {min(wrong)} among them; a run has its first weights after checkpoint_every "
+                             "steps")
+
+    def check_shape(self, name, shape):
+        """ValueError if a tensor is not stored once and whole, in the shape of the model."""
+        key = self.keys[name]
+        entry = self.entries[key]
         # A header may say where a part of a tensor lies in it: the file must hold as many numbers as the tensor.
         if sum(part.sizes.numel() for part in entry.chunks) != entry.size.numel():
-            raise ValueError(f"{path}: {name} is stored in part only, or twice")
-        if keys[name] == "model.language_model.embed_tokens.weight":
+            raise ValueError(f"{self.path}: {name} is stored in part only, or twice")
+        if key == "model.language_model.embed_tokens.weight":
             # Behind the ids of text are those of images and sound.
-            entry.size = torch.Size([min(len(p), entry.size[0]), entry.size[1]])
-        if (entry.size or (1,)) != p.shape:
-            raise ValueError(f"{path}: {name} is {[*entry.size]}, and config.json describes {[*p.shape]}")
+            entry.size = torch.Size([min(shape[0], entry.size[0]), entry.size[1]])
+        if (entry.size or (1,)) != shape:
+            raise ValueError(f"{self.path}: {name} is {[*entry.size]}, and config.json describes {[*shape]}")
 
-    def read(name, dtype=None, device="cpu", into=None):
-        entry = saved[keys[name]]
-        if into is not None and not entry.size:
-            restore.place(into, read(name))                # Apertus 1.5 stores scalars without a dimension
-            return into
-        if into is None:
-            # Not empty(): of parts that overlap, some rows would be what was in memory before.
-            into = torch.zeros(entry.size, dtype=dtype or entry.properties.dtype, device=device)
-        dcp.load({keys[name]: into}, storage_reader=reader, no_dist=True)
-        return into if entry.size else into.view(1)
+    def check_constant(self, name):
+        """ValueError if a constant of xIELU has another value than in model.py."""
+        value, wanted = self.read(name).item(), CONSTANTS[name.rpartition(".")[2]]
+        if not math.isclose(value, wanted, rel_tol=0.02):  # fp16 rounds -1e-6 to -1.013e-6
+            raise ValueError(f"{self.path}: {name} is {value}, and model.py has {wanted}")
 
-    for name in constants:
-        found, want = read(name).item(), CONSTANTS[name.rpartition(".")[2]]
-        if not math.isclose(found, want, rel_tol=0.02):    # fp16 rounds -1e-6 to -1.013e-6
-            raise ValueError(f"{path}: {name} is {found}, and model.py has {want}")
-    return [*own], read
+    def read(self, name, dtype=None, device="cpu"):
+        """A tensor. dtype: None = as it is stored."""
+        entry = self.entries[self.keys[name]]
+        # Not empty(): of parts that overlap, some rows would be what was in memory before.
+        tensor = torch.zeros(entry.size, dtype=dtype or entry.properties.dtype, device=device)
+        self.load_into(name, tensor)
+        return tensor if entry.size else tensor.view(1)    # Apertus 1.5 stores scalars without a dimension
+
+    def fill(self, name, p):
+        """Read a tensor into a parameter, whole or this rank's shard of it."""
+        if self.entries[self.keys[name]].size:
+            self.load_into(name, p)
+        else:
+            restore.place(p, self.read(name))
+
+    def load_into(self, name, tensor):
+        import torch.distributed.checkpoint as dcp  # here, since it takes a second
+
+        dcp.load({self.keys[name]: tensor}, storage_reader=self.reader, no_dist=True)
 
 
 @torch.no_grad()
 def fill(model, path):
     """Read the weights of a model, whole or in shards, except adapters. path: as start_of() returns it."""
-    _, read = stored(path, model)
-    for name, p in published(model).items():
-        read(name, into=p)
+    stored = StoredWeights(path, model)
+    for name, p in stored.parameters.items():
+        stored.fill(name, p)
 
 
 def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
@@ -346,28 +394,21 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
     config.json describes.
     """
     folder = local(path_or_repo)
-    path, settings = weights_in(folder), settings_of(folder)
-    model = unfilled(shape_in(folder))
-    structured = settings.get("ffn", "dense") != "dense"
-    if structured:
-        from papers.structured_ffn import drop_guides, restore as with_structured_layers
-        with torch.device("meta"):
-            with_structured_layers(model, settings, restore.read_manifest(path)["step"])
+    path = weights_in(folder)
+    model = meta_model(shape_in(folder))
     matrices = ()
     if base:
-        from posttrain import quantised
+        from posttrain import quantised  # here, since only a quantised base needs it
         matrices = quantised.matrices(model)
-    names, read = stored(path, model)
-    for name in names:
+    stored = StoredWeights(path, model)
+    for name in stored.parameters:
         owner, _, leaf = name.rpartition(".")
         if owner in matrices:
-            quantised.replace(model, owner, read(name, dtype, device), base)
+            quantised.replace(model, owner, stored.read(name, dtype, device), base)
         else:
-            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(read(name, dtype, device)))
+            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(stored.read(name, dtype, device)))
     if model.config.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    if structured:
-        drop_guides(model)
     return model.requires_grad_(not base)
 
 
@@ -377,9 +418,9 @@ def load_any(name, device="cpu", dtype=None, base=""):
     are put. dtype, base: as in load_hf(). ValueError, one line, for anything else, or if adapters were trained on other
     weights than their model has today.
     """
-    folder = local(name)
-    from posttrain import lora
+    from posttrain import lora  # here, since exports and runs of train.py do not need it
 
+    folder = local(name)
     with in_one_line(folder, ValueError, OSError, torch.OutOfMemoryError):
         if has_adapter(folder):
             _, start = lora.read_settings(folder)
@@ -406,7 +447,7 @@ def load_any(name, device="cpu", dtype=None, base=""):
         return load_hf(folder, device, dtype, base), tok
 
 
-def load_ready(name, device, dtype, base=""):
+def load_for_inference(name, device, dtype, base=""):
     """load_any() to generate or evaluate. device, dtype: by name, or "auto", the dtype of the weights, bf16 on CUDA."""
     device = pick_device(device)
     wanted = torch.bfloat16 if "cuda" in device else None
@@ -424,10 +465,10 @@ def fingerprint(model):
     digest = hashlib.sha256()
     for path, module in model.named_modules():
         # A quantised matrix keeps its first original values.
-        own = {"weight": module.first} if hasattr(module, "first") else dict(module.named_parameters(recurse=False))
+        tensors = {"weight": module.first} if hasattr(module, "first") else dict(module.named_parameters(recurse=False))
         if path == "lm_head" and model.config.tie_embeddings or ".lora_" in path:
             continue                                       # a tied head is the embedding, which counts once
-        for leaf, p in own.items():
+        for leaf, p in tensors.items():
             p = p.full_tensor() if hasattr(p, "full_tensor") else p     # shards are gathered, one tensor at a time
             digest.update(f"{path.removesuffix('.base')}.{leaf}".encode())
             digest.update(p.detach().flatten()[:64].bfloat16().float().cpu().numpy())
@@ -440,7 +481,7 @@ def fingerprint(model):
 LIST = ".export.json"       # in an export, the names of its files
 
 
-def texts(config, tok):
+def json_files(config, tok):
     """{file name: content, for JSON} of all files but the weights. config: of config.json; tok: or None."""
     if not tok:
         return {"config.json": config}
@@ -449,20 +490,19 @@ def texts(config, tok):
     return {"config.json": config | ids, "generation_config.json": ids | dict(eos_token_id=stop)} | hf_files(tok)
 
 
-def describe(folder, settings, shape, tok):
+def describe(folder, settings, shape, tok, is_apertus=True):
     """
     Write config.json and the vocabulary of a run. settings: all of them, a dict; with chat, a text ends where the
-    assistant's turn does.
+    assistant's turn does. is_apertus: whether all weights of the run are those of an Apertus of this shape.
     """
     if settings.get("chat"):
         tok = copy.copy(tok)
         tok.eos = tok.id_of("<|assistant_end|>")
-    is_dense = settings.get("ffn", "dense") == "dense" and not settings.get("lora_r")
-    if is_dense and shape.activation == "xielu" and shape.qk_norm:
+    if is_apertus and not settings.get("lora_r") and shape.activation == "xielu" and shape.qk_norm:
         config = config_to_hf(shape)
     else:
         config = dict(model_type="nanoapertus")
-    files = texts(config, tok)
+    files = json_files(config, tok)
     files["config.json"]["nanoapertus"] = settings
     # Weights of an earlier end of this run are not those of its newest checkpoint.
     for file in os.listdir(folder):
@@ -480,9 +520,9 @@ def describe_run(folder, settings, shape, data):
 def complete(folder):
     """Write the weights of a finished run next to its config.json, if it is an Apertus that transformers can load."""
     if read_json(f"{folder}/config.json")["model_type"] == "apertus":
-        model = unfilled(shape_in(folder))
-        _, read = stored(weights_in(folder), model)
-        write_weights(model, read, folder, torch.float32, 5e9)
+        model = meta_model(shape_in(folder))
+        stored = StoredWeights(weights_in(folder), model)
+        write_weights(model, stored.read, folder, torch.float32, 5e9)
 
 
 def write_weights(model, value_of, folder, dtype, shard_bytes):
@@ -517,9 +557,9 @@ def write_weights(model, value_of, folder, dtype, shard_bytes):
 
 def check_replaceable(folder):
     """ValueError if a folder holds anything that no export wrote."""
-    there = {*os.listdir(folder)} if os.path.exists(folder) else set()
-    ours = read_json(f"{folder}/{LIST}")["files"] if LIST in there else []
-    foreign = sorted(there - {LIST, *ours})
+    files = {*os.listdir(folder)} if os.path.exists(folder) else set()
+    exported = read_json(f"{folder}/{LIST}")["files"] if LIST in files else []
+    foreign = sorted(files - {LIST, *exported})
     if foreign:
         raise ValueError(f"{folder} holds {foreign[0]}, which no export wrote: choose another folder, or move it away")
 
@@ -529,24 +569,20 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     Write a Hugging Face folder that transformers loads, and that may replace an older export.
 
     It is written under another name and then renamed: whenever this is killed, the folder is the old export, the new
-    one, or absent. merge: adapters and structured layers become dense matrices; changes the model. ValueError, one
-    line, if transformers cannot compute the model, or the folder holds files that no export wrote.
+    one, or absent. merge: add the adapters to their matrices, which changes the model. ValueError, one line, if
+    transformers cannot compute the model, or the folder holds files that no export wrote.
     """
     folder = os.path.realpath(path)
     check_replaceable(folder)
     numbers = pick_dtype(dtype, "cpu")
-    files = texts(config_to_hf(model.config, str(numbers)[6:]), tokenizer)
-    tensors = dict(model.named_parameters())
+    files = json_files(config_to_hf(model.config, str(numbers)[6:]), tokenizer)
     if merge:
-        from papers.structured_ffn import dense_parameters
-        from posttrain.lora import merge as merge_adapters
-
+        from posttrain.lora import merge as merge_adapters  # here, since most models have no adapters
         merge_adapters(model, numbers)
-        tensors = dict(dense_parameters(model))
-    whole = unfilled(model.config)
-    if tensors.keys() != dict(whole.named_parameters()).keys():
-        raise ValueError("an export holds a whole model: --merge adds the adapters to its matrices, "
-                         "and multiplies structured layers")
+    tensors = dict(model.named_parameters())
+    names_and_shapes = meta_model(model.config)
+    if tensors.keys() != dict(names_and_shapes.named_parameters()).keys():
+        raise ValueError("an export holds a whole model: --merge adds the adapters to its matrices")
 
     new, old = f"{folder}.export-new", f"{folder}.export-old"
     shutil.rmtree(new, ignore_errors=True)                 # of an export that was killed
@@ -554,7 +590,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     try:
         for file, content in files.items():
             write_json(f"{new}/{file}", content)
-        write_weights(whole, tensors.get, new, numbers, shard_bytes)
+        write_weights(names_and_shapes, tensors.get, new, numbers, shard_bytes)
         write_json(f"{new}/{LIST}", dict(files=sorted(os.listdir(new))))
     except (OSError, SafetensorError) as e:                # the disk is full
         shutil.rmtree(new, ignore_errors=True)
@@ -584,7 +620,7 @@ def main():
     model, tok = load_any(load)
     print(f"{load}: {model.num_params():,} parameters; {model.config}")
     if trace:
-        from studies.trace import trace as trace_modules
+        from studies.trace import trace as trace_modules  # here, since it is for debugging only
         trace_modules(model, tok, trace)
     if save:
         save_hf(model, save, tok, dtype, merge=merge)

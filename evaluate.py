@@ -78,15 +78,15 @@ def token_nats(model, windows):
     windows: list of (ids, first), of which ids[first:] are scored, first > 0.
     """
     size = max(1, batch_tokens // max(len(ids) for ids, _ in windows))
-    found = []
+    nats = []
     for i in tqdm(range(0, len(windows), size), "scoring", disable=None):
-        idx, targets = laid_out(windows[i:i + size], model.lm_head.weight.device)
+        idx, targets = padded_batch(windows[i:i + size], model.lm_head.weight.device)
         nll = model.nll(idx, targets)                      # (B, T)
-        found += [row[scored].cpu().double().numpy() for row, scored in zip(nll, targets >= 0)]
-    return found
+        nats += [row[scored].cpu().double().numpy() for row, scored in zip(nll, targets >= 0)]
+    return nats
 
 
-def laid_out(windows, device):
+def padded_batch(windows, device):
     """
     Windows (ids, first) as a batch: idx and targets, each (B, T), padded on the right.
 
@@ -103,12 +103,12 @@ def windows_of(ids, T):
 
     Each window starts half a window before its first scored token.
     """
-    done = 1
-    while done < len(ids):
-        begin = max(0, done - T // 2 - 1)
+    scored = 1                                             # tokens that need no score any more
+    while scored < len(ids):
+        begin = max(0, scored - T // 2 - 1)
         end = begin + T + 1
-        yield ids[begin:end], done - begin
-        done = end
+        yield ids[begin:end], scored - begin
+        scored = end
 
 
 def pair(tok, context, continuation, T):
@@ -165,10 +165,10 @@ def ratio(bits, sizes):
     return r, student(bits - r * sizes)[1] / sizes.mean()
 
 
-def result(name, metric, n, score, interval, **more):
-    """A row of the results, with the 95 % interval of the score. more: bytes, shots, chance."""
+def result(name, metric, n, score, interval, **columns):
+    """A row of the results, with the 95 % interval of the score. columns: bytes, shots, chance."""
     low, high = interval
-    row = dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **more)
+    row = dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **columns)
     # JSON has no NaN: the interval of a single document is null.
     return {key: None if value != value else value for key, value in row.items()}
 
@@ -181,28 +181,28 @@ def bits_row(name, metric, bits, sizes):
 
 def document_bits(model, tok, documents):
     """The bits of each of the documents, (group, text) each: an array (n,)."""
-    owner, windows = zip(*[
+    document_of, windows = zip(*[
         (n, window)
         for n, (_, text) in enumerate(documents)
         for window in windows_of(text_ids(tok, text), model.config.block_size)])
-    return np.bincount(owner, [nll.sum() for nll in token_nats(model, windows)]) / math.log(2)
+    return np.bincount(document_of, [nll.sum() for nll in token_nats(model, windows)]) / math.log(2)
 
 
-def text_scores(model, tok, documents, before=None):
+def text_scores(model, tok, documents, baseline=None):
     """
     Yield rows of the results: bits per byte of all documents, a list of (group, text), and of each group.
 
-    before: document_bits() of --against; adds the differences to its bits per byte, paired by document.
+    baseline: document_bits() of --against; adds the differences to its bits per byte, paired by document.
     """
     measures = {"bits/byte": document_bits(model, tok, documents)}
     if against:
-        measures[f"bits/byte above {against}"] = measures["bits/byte"] - before
+        measures[f"bits/byte above {against}"] = measures["bits/byte"] - baseline
     sizes = np.array([len(text.encode()) for _, text in documents])
     groups = np.array([group for group, _ in documents])
     for name in ["all", *np.unique(groups).tolist()]:
-        here = (groups == name) | (name == "all")
+        members = (groups == name) | (name == "all")
         for metric, bits in measures.items():
-            yield bits_row(name, metric, bits[here], sizes[here])
+            yield bits_row(name, metric, bits[members], sizes[members])
 
 
 def position_scores(model, tok, documents, T, step):
@@ -249,7 +249,7 @@ def accepted_answers(row):
     return [choice for i, choice in enumerate(choices) if str(answer).upper() in (str(i), chr(65 + i))]
 
 
-def asked(rows, name):
+def questions_of(rows, name):
     """
     (prompt, accepted answers, choices) of each question, after the first `shots` rows of the task as solved examples.
 
@@ -284,7 +284,7 @@ def choice_scores(model, tok, rows, name):
 
     A sum favours short choices. Chance is the mean over questions of 1 / their number of choices.
     """
-    questions = asked(rows, name)
+    questions = questions_of(rows, name)
     windows = [
         pair(tok, prompt, f" {choice}", model.config.block_size)
         for prompt, _, choices in questions
@@ -312,14 +312,14 @@ def answer_scores(model, tok, rows, name):
     if not 1 < room < T:
         raise ValueError(f"max_new_tokens={max_new_tokens}: want 1 to {T - 2}, so that a question has room in a window "
                          f"of {T}")
-    questions = asked(rows, name)
+    questions = questions_of(rows, name)
     size = max(1, batch_tokens // T)
     hits = []
     for i in tqdm(range(0, len(questions), size), "answering", disable=None):
         batch = questions[i:i + size]
         prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in batch]
-        whole = generate(model, prompts, max_new_tokens, temperature=0, stop=stop_ids(tok))
-        for prompt, ids, (_, accepted, _) in zip(prompts, whole, batch):
+        texts = generate(model, prompts, max_new_tokens, temperature=0, stop=stop_ids(tok))
+        for prompt, ids, (_, accepted, _) in zip(prompts, texts, batch):
             text = tok.words(ids[len(prompt):])
             hits.append(text.split("\n")[0].strip() in accepted)
     return [share(name, "exact match", hits, 0.0)]
@@ -337,7 +337,7 @@ def harness_scores(model, tok):
     The harness loads an export of the model by its own interface to transformers, so the results are those of
     `lm_eval --model hf`. ValueError for a task that does not exist, and for a model that cannot be exported.
     """
-    import lm_eval
+    import lm_eval  # here, since it is optional
     from lm_eval.tasks import TaskManager
 
     if base:
@@ -350,7 +350,7 @@ def harness_scores(model, tok):
     weight = model.lm_head.weight
     with tempfile.TemporaryDirectory() as folder:
         convert.save_hf(model, folder, tok, str(weight.dtype).removeprefix("torch."), merge=True)
-        found = lm_eval.simple_evaluate(
+        output = lm_eval.simple_evaluate(
             "hf",
             dict(pretrained=folder),
             tasks=tasks,
@@ -359,28 +359,33 @@ def harness_scores(model, tok):
             device=str(weight.device),
             limit=limit or None,
             task_manager=manager)
-    for task, values in found["results"].items():
+    for task, values in output["results"].items():
         n = values["sample_len"]
         for metric, score in values.items():
             if isinstance(score, float) and "_stderr" not in metric:
                 error = values.get(metric.replace(",", "_stderr,"))     # "N/A" for one question; 0 if all are right
                 half = t_quantile(n - 1) * error if isinstance(error, float) and error else math.nan
-                yield result(task, metric, n, score, (score - half, score + half), shots=found["n-shot"].get(task))
+                yield result(task, metric, n, score, (score - half, score + half), shots=output["n-shot"].get(task))
 
 
 # -----------------------------------------------------------------------------
 # results
 
 
-COLUMNS = "name metric shots n bytes score low high chance".split()
+COLUMNS = ["name", "metric", "shots", "n", "bytes", "score", "low", "high", "chance"]
+
+
+def as_cell(value):
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def table_md(rows):
     """The rows of the results as a Markdown table; a cell without a value is empty."""
     table = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in rows:
-        table.append(["" if x is None else f"{x:.3f}" if isinstance(x, float) else str(x)
-                      for x in map(row.get, COLUMNS)])
+        table.append([as_cell(row.get(column)) for column in COLUMNS])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
@@ -400,17 +405,43 @@ def contents(path):
     if not os.path.isfile(path):
         raise ValueError(f"no such file or folder: {path}. Name a text, .jsonl, or data that you prepare: "
                          f"python prepare.py FILES --out={path}")
-    found = [], [], []
+    documents, with_choices, without_choices = [], [], []
     for n, row in enumerate(itertools.islice(readers.records(path), limit or None), 1):
         if not isinstance(row.get("text", row.get("question")), str):
             raise ValueError(f'{path}, row {n}: want a JSON object with "text", or with "question" and "answer", got '
                              f"{str(row)[:60]!r}")
         if row.get("text", "").strip():
             # Half a surrogate pair, which JSON can hold, would be an error when the bytes are counted.
-            found[0].append((str(row.get(by, os.path.basename(path))), readers.writable(row["text"])))
+            documents.append((str(row.get(by, os.path.basename(path))), readers.writable(row["text"])))
         elif "text" not in row:
-            found[1 if row.get("choices") else 2].append(row)
-    return found
+            questions = with_choices if row.get("choices") else without_choices
+            questions.append(row)
+    return documents, with_choices, without_choices
+
+
+def all_scores(model, tok, sources, parts, baseline):
+    """
+    All rows of the results. sources: paths; parts: contents() of each; baseline: as in text_scores(), of the texts of
+    all of them.
+    """
+    T = window or model.config.block_size
+    documents = sum((texts for texts, *_ in parts), [])
+    rows = [*text_scores(model, tok, documents, baseline)] if documents else []
+    for path, (_, with_choices, without_choices) in zip(sources, parts):
+        name = os.path.basename(path)
+        rows += choice_scores(model, tok, with_choices, name) if with_choices else []
+        rows += answer_scores(model, tok, without_choices, name) if without_choices else []
+    if by_position:
+        rows += position_scores(model, tok, documents, T, by_position)
+    if lookup:
+        from studies.length import lookup_scores  # here, since few evaluations need it
+
+        rows += [entry | dict(name=f"{entry['distance']:,} tokens back", metric="colours looked up", chance=0.1,
+                              score=entry["right"] / entry["n"])
+                 for entry in lookup_scores(model, tok, T, lookup)]
+    if harness:
+        rows += harness_scores(model, tok)
+    return rows
 
 
 def main():
@@ -425,25 +456,13 @@ def main():
         # A run of SFT on several files has a dict here: contents() says that there is no such file.
         sources = [str(settings_of(init_from)["data"])]
     # All files are read before a model, so that a mistake in the last file costs no hour of the first.
-    found = list(map(contents, sources))
-    documents = sum((texts for texts, *_ in found), [])
-    # One model after the other is in memory.
-    before = against and documents and document_bits(*convert.load_ready(against, device, dtype), documents)
-    model, tok = convert.load_ready(init_from, device, dtype, base)
-    T = window or model.config.block_size
-    rows = [*text_scores(model, tok, documents, before)] if documents else []
-    for path, (_, *tasks) in zip(sources, found):
-        for task, scores in zip(tasks, (choice_scores, answer_scores)):
-            rows += scores(model, tok, task, os.path.basename(path)) if task else []
-    if by_position:
-        rows += position_scores(model, tok, documents, T, by_position)
-    if lookup:
-        from studies.length import lookup_scores
-        rows += [found | dict(name=f"{found['distance']:,} tokens back", metric="colours looked up", chance=0.1,
-                              score=found["right"] / found["n"])
-                 for found in lookup_scores(model, tok, T, lookup)]
-    if harness:
-        rows += harness_scores(model, tok)
+    parts = [contents(path) for path in sources]
+    documents = sum((texts for texts, *_ in parts), [])
+    baseline = None
+    if against and documents:                              # one model after the other is in memory
+        baseline = document_bits(*convert.load_for_inference(against, device, dtype), documents)
+    model, tok = convert.load_for_inference(init_from, device, dtype, base)
+    rows = all_scores(model, tok, sources, parts, baseline)
     if not rows:
         raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data, or --harness=TASKS")
     # Printed first, so that a folder that cannot be written costs no result.

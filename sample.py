@@ -40,17 +40,17 @@ def main():
     if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1 or num_samples < 1 or max_new_tokens < 1:
         raise ValueError(f"temperature={temperature} and top_k={top_k} must be 0 or more, top_p={top_p} from 0 to 1, "
                          f"num_samples={num_samples} and max_new_tokens={max_new_tokens} at least 1")
-    model, tok = convert.load_ready(init_from, device, dtype, base)
+    model, tok = convert.load_for_inference(init_from, device, dtype, base)
     # The compiled step reads its matrices by rows.
     if chat or not compile:
         lay_out_for_decoding(model)
     # The generator lives where the logits are, and its seed makes a sample repeatable.
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
-    how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
     if chat:
-        from posttrain.talk import converse
-        return converse(model, tok, how, system, tools, thinking, max_new_tokens)
-
+        from posttrain.talk import converse  # here, since plain text does not need it
+        converse(model, tok, sampling, system, tools, thinking, max_new_tokens)
+        return
     text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
     prompt = [tok.bos, *tok.encode(text)]
     stop = stop_ids(tok)
@@ -58,7 +58,7 @@ def main():
         print(text, end="", flush=True)
         # A character may take several tokens: the stream holds its bytes back until it is whole.
         decode = tok.stream()
-        for token in stream(model, [prompt], max_new_tokens, stop=stop, compile=compile, **how):
+        for token in stream(model, [prompt], max_new_tokens, stop=stop, compile=compile, **sampling):
             if token.item() not in stop:
                 print(decode(token.item()), end="", flush=True)
         print("\n" + "-" * 40 if num_samples > 1 else "")

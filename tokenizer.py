@@ -54,24 +54,28 @@ PATTERN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{L
 GROUPED = "(?:" + PATTERN.replace(r"|\s+(?!\S)", r")|\s+(?!\S)")
 
 # Apertus' ids 0 to 72, in order.
-NAMED = r"""<unk> <s> </s> <pad> [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
-[TOOL_CALLS] <SPECIAL_10> [PREFIX] [MIDDLE] [SUFFIX] \begin{ \end{ \text{ \boxed{ <filename> <gh_stars> <issue_start>
-<issue_comment> <issue_closed> <jupyter_start> <jupyter_text> <jupyter_code> <jupyter_output> <empty_output>
-<commit_before> <commit_msg> <commit_after> <reponame> <think> </think> <answer> </answer> <iban-pii> <email-pii>
-<ip-pii> <file_sep> <code_to_intermediate> <intermediate_to_code> <pr> <pr_status> <pr_is_merged> <pr_base>
-<pr_file> <pr_base_code> <pr_diff> <pr_diff_hunk> <pr_comment> <pr_event_id> <pr_review> <pr_review_state>
-<pr_review_comment> <pr_in_reply_to_review_id> <pr_in_reply_to_comment_id> <pr_diff_hunk_comment_line> <|fim_begin|>
-<|fim_hole|> <|fim_end|> <|system_start|> <|system_end|> <|developer_start|> <|developer_end|> <|user_start|>
-<|user_end|> <|assistant_start|> <|assistant_end|> <|inner_prefix|> <|inner_suffix|> <|tools_prefix|>
-<|tools_suffix|>""".split()
+NAMED = [
+    "<unk>", "<s>", "</s>", "<pad>", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "<SPECIAL_10>", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", r"\begin{", r"\end{",
+    r"\text{", r"\boxed{", "<filename>", "<gh_stars>", "<issue_start>", "<issue_comment>", "<issue_closed>",
+    "<jupyter_start>", "<jupyter_text>", "<jupyter_code>", "<jupyter_output>", "<empty_output>", "<commit_before>",
+    "<commit_msg>", "<commit_after>", "<reponame>", "<think>", "</think>", "<answer>", "</answer>", "<iban-pii>",
+    "<email-pii>", "<ip-pii>", "<file_sep>", "<code_to_intermediate>", "<intermediate_to_code>", "<pr>", "<pr_status>",
+    "<pr_is_merged>", "<pr_base>", "<pr_file>", "<pr_base_code>", "<pr_diff>", "<pr_diff_hunk>", "<pr_comment>",
+    "<pr_event_id>", "<pr_review>", "<pr_review_state>", "<pr_review_comment>", "<pr_in_reply_to_review_id>",
+    "<pr_in_reply_to_comment_id>", "<pr_diff_hunk_comment_line>", "<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>",
+    "<|system_start|>", "<|system_end|>", "<|developer_start|>", "<|developer_end|>", "<|user_start|>", "<|user_end|>",
+    "<|assistant_start|>", "<|assistant_end|>", "<|inner_prefix|>", "<|inner_suffix|>", "<|tools_prefix|>",
+    "<|tools_suffix|>",
+]
 # The only control tokens that ordinary text can produce.
 IN_TEXT = NAMED[14:18] + NAMED[36:39]
 
 
 def padded(names, n):
     """{name: id} of n control tokens: `names`, then <SPECIAL_i>, which are free for your own use."""
-    more = [f"<SPECIAL_{i}>" for i in range(len(names), n)]
-    return dict(zip(names + more, range(n)))
+    free = [f"<SPECIAL_{i}>" for i in range(len(names), n)]
+    return dict(zip(names + free, range(n)))
 
 
 # `apertus` has the published 1,000 control tokens. All others have 64 with the same names, so that chat and SFT work:
@@ -95,20 +99,20 @@ class Tokenizer:
         pieces, ids       the byte strings by rank, and the id of each
         known             all ids that are in use, a set
         in_text           the control tokens that ordinary text can produce
-        hash              sha256 of everything that decides an id: equal for data and model when their ids agree
+        hash              sha256 of all that ids depend on: equal for data and model when their ids agree
         system            the default system message of a conversation; None: that of chat.py
-        foreign           why chat.py cannot write the model's conversations, or ""
+        foreign           the reason why chat.py cannot write the model's conversations, or ""
 
     ids: of the pieces, rising; None: directly after the control tokens. ends: the names of bos, eos and pad.
     """
 
     def __init__(self, name, pieces, special, ids=None, in_text=IN_TEXT, ends=("<s>", "</s>", "<pad>")):
         n = len(special)
-        usual = [*range(n, n + len(pieces))]
+        default_ids = [*range(n, n + len(pieces))]
         self.name = name
         self.pieces = pieces
         self.special = special
-        self.ids = ids or usual
+        self.ids = ids or default_ids
         self.in_text = special.keys() & in_text
         self.known = {*special.values(), *self.ids}
         self.vocab_size = 1 + max(self.known)
@@ -116,10 +120,10 @@ class Tokenizer:
         self.system = None
         self.foreign = ""
 
-        decides = [PATTERN, *special, *(piece.hex() for piece in pieces)]
-        if self.ids != usual or self.in_text != special.keys() & IN_TEXT:
-            decides.append(json.dumps([list(special.values()), self.ids, sorted(self.in_text)]))
-        self.hash = hashlib.sha256("\n".join(decides).encode()).hexdigest()
+        hashed = [PATTERN, *special, *(piece.hex() for piece in pieces)]
+        if self.ids != default_ids or self.in_text != special.keys() & IN_TEXT:
+            hashed.append(json.dumps([list(special.values()), self.ids, sorted(self.in_text)]))
+        self.hash = hashlib.sha256("\n".join(hashed).encode()).hexdigest()
 
         # tiktoken joins by rank, but any rising numbers will do. Given our ids, it returns our ids.
         ranks = dict(zip(pieces, self.ids))
@@ -171,7 +175,7 @@ class Tokenizer:
             raise ValueError(f"{self.name}: its vocabulary has no control token {name}")
         return self.special[name]
 
-    # chat.py, which builds on this file, is imported on demand: pretraining does not need it.
+    # chat.py is imported in the functions that need it, because it imports this file. Pretraining does not load it.
 
     def chat(self, messages, *args, **options):
         """The ids of a conversation as the model reads it, with one <s>. Arguments, errors: chat.marked."""
@@ -181,7 +185,7 @@ class Tokenizer:
 
     def chat_ids(self, text):
         """
-        The text of chat.marked -> (ids, said), two lists: said[i] is True where the assistant itself produces ids[i].
+        The text of chat.marked -> (ids, mask), two lists: mask[i] is True where the assistant itself produces ids[i].
 
         The text between two control tokens is encoded in one piece, as by the published tokenizer, even if the speaker
         changes in it: a token across that border belongs to the speaker who begins it.
@@ -190,12 +194,12 @@ class Tokenizer:
 
         if OUTPUT in self.special and chat.MARKS["<|tools_prefix|>"] in text:
             raise ValueError(f"{self.name} is of Apertus 1.5: its format for calls of tools is not that of 1.0")
-        ids, said = [], []
+        ids, mask = [], []
         turn = 0            # odd: the assistant speaks
         for part in re.split(f"([{''.join(chat.NAMES)}])", text):
             if part in chat.NAMES:
                 ids.append(self.id_of(chat.NAMES[part]))
-                said.append(turn % 2 == 1)
+                mask.append(turn % 2 == 1)
                 continue
             texts = re.split(f"[{chat.BEGIN}{chat.END}]", part)       # the speaker changes after each
             by_assistant = [n % 2 == 1 for n, words in enumerate(texts, turn) for _ in words]   # for each character
@@ -203,8 +207,8 @@ class Tokenizer:
             new = self.encode("".join(texts))
             _, begins = self._bpe.decode_with_offsets(new)
             ids += new
-            said += [by_assistant[begin] for begin in begins]
-        return ids, said
+            mask += [by_assistant[begin] for begin in begins]
+        return ids, mask
 
     def check_chat(self):
         """ValueError, one line, if chat.py cannot write this model's conversations."""
@@ -225,16 +229,16 @@ def load(name):
 
     Returns a Tokenizer. ValueError: unknown name, K out of range, not a vocabulary, mistral-common missing.
     """
-    kind, _, rest = name.partition(":")
+    prefix, _, rest = name.partition(":")
     if name == "byte":
         return Tokenizer(name, BYTES, SMALL)
     if name == "apertus":
         return Tokenizer(name, tekken(), SPECIAL)
-    if kind == "apertus":
+    if prefix == "apertus":
         if not rest.isdecimal() or not 256 <= int(rest) <= 130_072:
             raise ValueError(f"tokenizer {name!r}: K must be from 256 (the bytes) to 130072, like apertus:4096")
         return Tokenizer(name, tekken()[:int(rest)], SMALL)
-    if kind == "bpe" or name.endswith(".json"):
+    if prefix == "bpe" or name.endswith(".json"):
         return read_bpe(name.removeprefix("bpe:"))
     if os.path.isdir(name):
         return load_for(name)
@@ -245,14 +249,14 @@ def load_for(folder):
     """The Tokenizer of a folder of data, a run or a model: its tokenizer.json, or the vocabulary that it names."""
     if os.path.isfile(f"{folder}/tokenizer.json"):
         return read_bpe(f"{folder}/tokenizer.json")
-    named = beside(folder, "meta.json").get("tokenizer")
-    if named and not named.endswith(".json"):
-        return load(named)
+    vocabulary = read_optional(folder, "meta.json").get("tokenizer")
+    if vocabulary and not vocabulary.endswith(".json"):
+        return load(vocabulary)
     raise ValueError(f"{folder} has no tokenizer.json and names no vocabulary: want a folder of prepare.py or "
                      "train.py, or copy tokenizer.json from the model's repository")
 
 
-def beside(folder, file):
+def read_optional(folder, file):
     """The object in a JSON file of a folder; {} if the file is missing."""
     path = f"{folder}/{file}"
     return read_json(path) if os.path.isfile(path) else {}
@@ -302,24 +306,34 @@ def train_bpe(texts, vocab_size, path):
 # ----------------------------------------------------------------------------------------------------------------------
 # vocabulary files: Hugging Face's
 
-# A tokenizer.json without its vocabulary. ByteLevel spells bytes as characters. The post-processor puts <s> in front of
-# a text, as the published one does; add_special_tokens=False leaves it out.
-FRAME = """{
-    "version": "1.0",
-    "normalizer": null,
-    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": false},
-        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}]},
-    "post_processor": {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
-                 {"SpecialToken": {"id": "<s>", "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
-    "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
-    "model": {"type": "BPE", "ignore_merges": true}
-}""".replace("PATTERN", json.dumps(PATTERN))
-EXACT = dict.fromkeys("single_word lstrip rstrip".split(), False)    # how an added token matches: anywhere, and alone
+def frame(bos="<s>", bos_id=1):
+    """
+    A tokenizer.json without its vocabulary. ByteLevel spells bytes as characters. The post-processor puts <s> in front
+    of a text, as the published one does; add_special_tokens=False leaves it out.
+    """
+    def beginning(type_id):
+        return {"SpecialToken": {"id": bos, "type_id": type_id}}
+
+    def text(name, type_id):
+        return {"Sequence": {"id": name, "type_id": type_id}}
+
+    return {
+        "version": "1.0",
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [beginning(0), text("A", 0)],
+            "pair": [beginning(0), text("A", 0), beginning(1), text("B", 1)],
+            "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "ignore_merges": True},
+    }
+
+
+EXACT = {"single_word": False, "lstrip": False, "rstrip": False}    # how an added token matches: anywhere, and alone
 SETTINGS = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False, padding_side="left")
 ENDS = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 TEMPLATE = "chat_template.jinja"
@@ -336,10 +350,9 @@ def hf_files(tok):
     """
     names = {i: s for s, i in tok.special.items()}
     ends = {end: names[i] for end, i in zip(ENDS, (tok.bos, tok.eos, tok.pad))}
-    letter = letters()
-    spelled = [piece.decode("latin-1").translate(letter) for piece in tok.pieces]
-    frame = FRAME.replace('"<s>"', json.dumps(ends["bos_token"])).replace("[1]", f"[{tok.bos}]")
-    content = json.loads(frame)
+    letters = byte_letters()
+    spelled = [piece.decode("latin-1").translate(letters) for piece in tok.pieces]
+    content = frame(ends["bos_token"], tok.bos)
     content["model"] |= dict(vocab=tok.special | dict(zip(spelled, tok.ids)), merges=merges_of(spelled))
     content["added_tokens"] = [
         dict(id=i, content=s, **EXACT, normalized=False, special=s not in tok.in_text)
@@ -359,7 +372,7 @@ def write_bpe(tok, path):
     write_json(path, hf_files(tok)["tokenizer.json"])
 
 
-def letters():
+def byte_letters():
     """GPT-2's alphabet, {byte: character}: printable bytes are themselves, the others the characters from 256 on."""
     free = map(chr, itertools.count(256))
     return {b: chr(b) if chr(b).isprintable() and chr(b) != " " else next(free) for b in range(256)}
@@ -386,69 +399,127 @@ def read_bpe(path):
     transformers would encode a text to other ids, or if a file has another form.
     """
     try:
-        return of_files(path)
+        return tokenizer_of(VocabularyFiles(path))
     except (AttributeError, KeyError, TypeError, OverflowError):
         raise ValueError(f"{path}, or a JSON file next to it, is not of a byte-level BPE like Apertus'; if an older "
                          "version of this program wrote it, prepare the data again") from None
 
 
-def of_files(path):
-    """read_bpe(), which gives files of another form an error of one line."""
-    folder = os.path.dirname(path) or "."
-    settings, config = beside(folder, "tokenizer_config.json"), beside(folder, "config.json")
-    # Apertus 1.5 has the ids of pictures and sound behind those of text. It has moved the names <think> and </think>
-    # from ids 32 and 33 to 69 and 70, which are control tokens although they are not among its added tokens.
-    most = (config.get("text_config") or {}).get("output_vocab_size") or math.inf
-    renamed = {"<think>", "</think>"}
-    byte = {c: bytes([b]) for b, c in letters().items()}
-    saved = read_json(path)
-    model = saved["model"]
-    vocab = model.pop("vocab")
-    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.pop("merges")]
-    added = {token["content"]: token for token in saved["added_tokens"]}
-    id_of = vocab | {s: token["id"] for s, token in added.items()}
-    spelled = sorted(vocab.keys() - added.keys() - renamed, key=vocab.get)
-    pieces = [b"".join(byte[c] for c in s) for s in spelled]
-    control = {s for s in added.keys() | vocab.keys() & renamed if id_of[s] < most}
-    # Ordinary text can produce added tokens that are not special, but of Apertus' control tokens only IN_TEXT.
-    in_text = {s for s in control & added.keys() if s in IN_TEXT or not (s in SPECIAL or added[s].get("special"))}
+class VocabularyFiles:
+    """
+    The content of a tokenizer.json and of the files next to it.
 
-    frame = json.loads(FRAME)
-    own = {key: value for key, value in model.items() if value and key not in ("unk_token", "fuse_unk")}
-    # The normalizer of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text.
-    normalizer = json.dumps(saved.get("normalizer"))
-    # transformers keeps the ids of the vocabulary, and numbers all other added tokens itself, from its end on.
-    there = [*vocab.items(), *zip([s for s in added if s not in vocab], itertools.count(len(vocab)))]
-    there += [(token["content"], int(i)) for i, token in settings.get("added_tokens_decoder", {}).items()]
-    moved = [s for s, i in there if id_of.get(s) != i]
-    # Of two tokens that overlap, transformers and tiktoken may take different ones. An empty one is found for ever.
-    odd = [s for s in in_text if not s or any(map(added[s].get, EXACT))
-           or any(t != s and (t in s or s in t) for t in added)]
-    faults = {
-        "it cuts text in another way": own != frame["model"] or saved.get("pre_tokenizer") != frame["pre_tokenizer"],
-        "it normalizes text": re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', normalizer),
+        settings    tokenizer_config.json
+        content     tokenizer.json, without the next three
+        vocab       {spelling: id} of its model
+        merges      pairs of spellings
+        added       {name: entry} of its added tokens
+        id_of       {spelling or name: id} of both
+        spelled     the spellings of the pieces, by id
+        control     names of the control tokens
+        in_text     names of the control tokens that ordinary text can produce
+    """
+
+    # Apertus 1.5 has moved these names from ids 32 and 33 to 69 and 70, which are control tokens although they are not
+    # among its added tokens.
+    MOVED = {"<think>", "</think>"}
+
+    def __init__(self, path):
+        self.path = path
+        self.folder = os.path.dirname(path) or "."
+        self.settings = read_optional(self.folder, "tokenizer_config.json")
+        config = read_optional(self.folder, "config.json")
+        self.content = read_json(path)
+        self.vocab = self.content["model"].pop("vocab")
+        self.merges = [pair.split(" ") if isinstance(pair, str) else pair
+                       for pair in self.content["model"].pop("merges")]
+        self.added = {token["content"]: token for token in self.content.pop("added_tokens")}
+        self.id_of = self.vocab | {name: token["id"] for name, token in self.added.items()}
+        self.spelled = sorted(self.vocab.keys() - self.added.keys() - self.MOVED, key=self.vocab.get)
+        # Apertus 1.5 has the ids of pictures and sound behind those of text.
+        text_ids = (config.get("text_config") or {}).get("output_vocab_size") or math.inf
+        names = self.added.keys() | (self.vocab.keys() & self.MOVED)
+        self.control = {name for name in names if self.id_of[name] < text_ids}
+        self.in_text = {name for name in self.control & self.added.keys() if self.is_in_text(name)}
+
+    def is_in_text(self, name):
+        """Whether text can produce an added token: one that is not special; of Apertus' control tokens only IN_TEXT."""
+        return name in IN_TEXT or not (name in SPECIAL or self.added[name].get("special"))
+
+    def pieces(self):
+        """The byte strings of the vocabulary, by id."""
+        byte = {letter: bytes([b]) for b, letter in byte_letters().items()}
+        return [b"".join(byte[letter] for letter in spelling) for spelling in self.spelled]
+
+    def cuts_otherwise(self):
+        """Whether the files cut text before or while joining bytes in another way than we do."""
+        ours = frame()
+        model = {key: value for key, value in self.content["model"].items()
+                 if value and key not in ("unk_token", "fuse_unk")}
+        return model != ours["model"] or self.content.get("pre_tokenizer") != ours["pre_tokenizer"]
+
+    def normalizes(self):
+        """Whether the files change text before they cut it."""
+        # The normalizer of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text.
+        normalizer = json.dumps(self.content.get("normalizer"))
+        return re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', normalizer)
+
+    def renumbered(self):
+        """The names to which transformers gives other ids than tokenizer.json does."""
+        # It keeps the ids of the vocabulary, and numbers all other added tokens itself, from its end on.
+        added = [name for name in self.added if name not in self.vocab]
+        numbers = [*self.vocab.items(), *zip(added, itertools.count(len(self.vocab)))]
+        decoder = self.settings.get("added_tokens_decoder", {})
+        numbers += [(token["content"], int(i)) for i, token in decoder.items()]
+        return [name for name, i in numbers if self.id_of.get(name) != i]
+
+    def ambiguous(self):
+        """The tokens in text that transformers and tiktoken may find in different places."""
+        return [name for name in self.in_text if self.is_ambiguous(name)]
+
+    def is_ambiguous(self, name):
+        # An empty token is found for ever, and of two tokens that overlap either may be found.
+        return (not name
+                or any(self.added[name].get(key) for key in EXACT)
+                or any(other != name and (other in name or name in other) for other in self.added))
+
+
+def check_same_ids(files, pieces):
+    """ValueError, one line, if transformers would encode a text to other ids by these files than we do."""
+    renumbered, ambiguous = files.renumbered(), files.ambiguous()
+    differences = {
+        "it cuts text in another way": files.cuts_otherwise(),
+        "it normalizes text": files.normalizes(),
         "it lacks some of the 256 bytes": not {*pieces}.issuperset(BYTES),
-        "its merges are not all pairs of its pieces in the order of their ids": merges != merges_of(spelled),
-        "two tokens have the same id": len({*id_of.values()}) < len(id_of),
-        f"it numbers {moved} by itself": moved,
-        f"its added tokens {odd} take white space with them, stand alone or overlap others": odd,
+        "its merges are not all pairs of its pieces in the order of their ids":
+            files.merges != merges_of(files.spelled),
+        "two tokens have the same id": len({*files.id_of.values()}) < len(files.id_of),
+        f"it numbers {renumbered} by itself": renumbered,
+        f"its added tokens {ambiguous} take white space with them, stand alone or overlap others": ambiguous,
     }
-    for fault, found in faults.items():
-        if found:
-            raise ValueError(f"{path}: {fault}: this program would make other ids of a text than transformers does")
+    for difference, applies in differences.items():
+        if applies:
+            raise ValueError(f"{files.path}: {difference}: this program would make other ids of a text than "
+                             "transformers does")
 
+
+def tokenizer_of(files):
+    """The Tokenizer of VocabularyFiles. ValueError: see read_bpe()."""
+    pieces = files.pieces()
+    check_same_ids(files, pieces)
     # {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>.
     # Their conversations use the ids of Apertus' chat tokens, but not the names.
-    mini = [*map(id_of.get, RESERVED)] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
-    names = dict(zip(RESERVED, CHAT)) if mini else {}
+    id_of = files.id_of
+    is_mini = [id_of.get(name) for name in RESERVED] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
+    names = dict(zip(RESERVED, CHAT)) if is_mini else {}
     # By name, not by the ids in config.json: a Mini's says pad_token_id 3, which is [INST].
-    ends = [settings.get(key) or usual for key, usual in ENDS.items()]
+    ends = [files.settings.get(key) or default for key, default in ENDS.items()]
     ends = [end["content"] if isinstance(end, dict) else end for end in ends]
-    special = {names.get(s, s): id_of[s] for s in sorted(control, key=id_of.get)}
-    ids = [*map(vocab.get, spelled)]
-    tok = Tokenizer(f"bpe:{path}", pieces, special, ids, in_text, [names.get(s, s) for s in ends])
-    system, tok.foreign = chat_format(folder, settings.get("chat_template"))
-    tok.system = settings.get("default_system", system)
+    special = {names.get(name, name): id_of[name] for name in sorted(files.control, key=id_of.get)}
+    ids = [files.vocab[spelling] for spelling in files.spelled]
+    tok = Tokenizer(f"bpe:{files.path}", pieces, special, ids, files.in_text, [names.get(end, end) for end in ends])
+    system, tok.foreign = chat_format(files.folder, files.settings.get("chat_template"))
+    tok.system = files.settings.get("default_system", system)
     return tok
 
 
@@ -466,16 +537,16 @@ FORMATS = (
 
 def chat_format(folder, template):
     """
-    (the system message of a conversation that has none, or None for that of chat.py; why chat.py cannot write this
-    model's conversations, or ""). A template is a program: it is not rendered, but recognised by its hash or tokens.
+    (system, foreign) of a Tokenizer, by the chat template of a model. A template is a program: it is not rendered, but
+    recognised by its hash or tokens.
     """
     if not template and os.path.isfile(f"{folder}/{TEMPLATE}"):
         template = read_text(f"{folder}/{TEMPLATE}")
     if not template:
         return None, ""
     sha = hashlib.sha256(str(template).encode()).hexdigest()
-    for known, tokens, system in FORMATS:
-        if sha == known or all(token in template for token in tokens):
+    for known_sha, tokens, system in FORMATS:
+        if sha == known_sha or all(token in template for token in tokens):
             return system, ""
     return None, (f"{folder} has a chat template that is not Apertus' (sha256 {sha[:16]}): its conversations may have "
                   "another form. If you know that they have Apertus' form, use a copy of the folder without it")

@@ -25,7 +25,7 @@ Not reproduced  The perplexities, which took 25.5B tokens. In 0.3M tokens low ra
                 does not help (results/structured/table.md).
 
 $ python -m papers.structured_ffn configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
-$ python convert.py --load=out/run --save=out/hf --merge
+$ python -m papers.structured_ffn --merge=out/run --out=out/hf         # the equivalent dense model, for transformers
 """
 
 import hashlib
@@ -46,11 +46,13 @@ from engine.checks import check_settings
 # Before torch: engine.hardware sets environment variables that torch reads when it loads.
 from engine.hardware import can_compile, pick_device, pick_dtype
 from engine.parallel import Ranks, distribute, orderly_exit
-from engine.restore import find_checkpoint, load
+from engine.restore import find_checkpoint, load as load_checkpoint, read_manifest
 from engine.run import Run
+from engine.runs import settings_of
 from engine.sharding import draw
 from model import Apertus, ApertusConfig
 from schedule import Plan, steps_in
+from tokenizer import load_for
 
 # The settings of train.py, and these.
 ffn = "lowrank"                 # lowrank | blockdense | blockshuffle
@@ -58,6 +60,7 @@ ffn_rank = 0                    # rank of lowrank and blockdense
 ffn_blocks = 0                  # number of blocks of blockdense and blockshuffle
 self_guided = 0.0               # share of the run in which a fading dense guide helps the structured layers
 guide_saving = False            # compute a guide only with the probability of its weight: saves half of its FLOPs
+merge = ""                      # a run folder: export its dense equivalent to --out, instead of training
 
 # Letters: N inputs, M outputs, R rank, B blocks.
 
@@ -216,15 +219,32 @@ def restore(model, settings, step):
         guides.join(model)
 
 
-def dense_parameters(model):
-    """Yield (name, tensor) of the equivalent dense model: factors as their product, without guides."""
+def load(folder):
+    """The trained Apertus with structured layers of a run folder, without guides."""
+    settings = settings_of(folder)
+    path = convert.weights_in(folder)
+    model = Apertus(ApertusConfig.of(settings), seed=None)
+    restore(model, settings, read_manifest(path)["step"])
+    convert.fill(model, path)
+    drop_guides(model)
+    return model
+
+
+@torch.no_grad()
+def dense(model):
+    """The Apertus that equals a model with structured layers: each pair of factors becomes its product."""
     layers = structured_layers(model)
-    for name, p in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        if owner not in layers:
-            yield name, p.detach()
-        elif leaf == "u":
-            yield owner + ".weight", layers[owner].merge()
+    equivalent = Apertus(model.config, seed=None)
+    for name, p in equivalent.named_parameters():
+        owner = name.removesuffix(".weight")
+        p.copy_(layers[owner].merge() if owner in layers else model.get_parameter(name))
+    return equivalent
+
+
+def export(folder, out):
+    """Write the dense equivalent of a run as a Hugging Face folder."""
+    convert.save_hf(dense(load(folder)), out, load_for(folder))
+    print(f"wrote {out}: transformers.AutoModelForCausalLM.from_pretrained({out!r}) reads it")
 
 
 # -----------------------------------------------------------------------------
@@ -356,6 +376,9 @@ def train_guided(run, plan, model, optimizer, windows, val, rows, guides):
 
 def main():
     t = train
+    if merge:
+        export(merge, t.out)
+        return
     check_settings(settings(vars(t)), by_clock=False)
     ranks = Ranks(t.parallel, t.exact, t.hsdp_shard)
     where = ranks.place(pick_device(t.device))
@@ -384,9 +407,11 @@ def main():
                               t.beta3_warmup or warm, compiled, t.state_dtype)
         if found:
             guides.end(found[1]["step"], opt, found[1]["config"])
-            load(found[0], model, opt)
+            load_checkpoint(found[0], model, opt)
         if ranks.is_main:
             t.introduce(run, plan, model, windows)
+            # transformers' Apertus has no such layers.
+            convert.describe(t.out, about, config, load_for(t.data), is_apertus=False)
         run.open(plan.end, found, model.flops_per_token(val.T) / ranks.size)
         train_guided(run, plan, model, opt, windows, val, rows, guides)
         if run.close(model, opt, **plan.saved()):

@@ -166,7 +166,7 @@ class Local:
 
     def __init__(self, name, device):
         self.name = name
-        self.model, self.tok = convert.load_ready(name, device, "auto")
+        self.model, self.tok = convert.load_for_inference(name, device, "auto")
         self.tok.check_chat()
         # "8", " 8" and "8\n" are the same answer. The published scripts count only one spelling.
         self.spelled = defaultdict(list)

@@ -59,7 +59,7 @@ def token_logp(h, targets, head):
 
 def laid_out(sequences):
     """B pairs of ids (prompt, completion) -> idx and targets, (B, T) each on the CPU; -1: not of the completion."""
-    return evaluate.laid_out([([*prompt, *completion], len(prompt)) for prompt, completion in sequences], "cpu")
+    return evaluate.padded_batch([([*prompt, *completion], len(prompt)) for prompt, completion in sequences], "cpu")
 
 
 def sequence_logp(model, sequences):

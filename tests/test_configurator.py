@@ -14,7 +14,6 @@ from conftest import ROOT, script
 
 import configurator
 from configurator import configure, settings
-from posttrain import attach
 
 SCRIPT = '''"""A script."""
 from configurator import run
@@ -22,23 +21,18 @@ lr = 0.1             # how fast
 steps = 10           # how long
 NOT_ONE = 3
 _nor = 3
-def main():
+def main(requested):
     if steps < 1:
         raise ValueError("a bug") if steps else KeyboardInterrupt
-    print(lr, steps)
+    print(lr, steps, shape.rank, *requested)
 def faster(lr):
     lr = 2 * lr
 if __name__ == "__main__":
-    run(main, globals(), beyond="beyond")
+    import shape
+    run(main, globals(), vars(shape))
 '''
-BEYOND = '''"""More settings for the script."""
-import __main__ as script
-from configurator import run
+SHAPE = '''"""More settings for the script."""
 rank = 0             # of adapters
-lr = 0.2             # another
-print("imported")
-def take_over():
-    run(lambda: print(script.lr, script.steps, rank, lr, *script._asked), vars(script), globals())
 '''
 
 
@@ -85,6 +79,12 @@ WRONG = """
     nonsense             | no config file 'nonsense' here or in configs/
     typo.py              | typo.py: there is no setting 'stepps', did you mean 'steps'?
     type.py              | type.py: steps=many: want a whole number, such as 10
+    set.py               | set.py: betas={0.9}: want a list, such as (0.9, 0.99)
+    annotated.py         | annotated.py, line 2: `lr: 0.001` sets nothing: want NAME = VALUE
+    --rate=1             | --rate is now called --lr
+    rate.py              | rate.py: rate is now called lr
+    --slow               | --slow was removed: use a smaller --lr
+    slow.py              | slow.py: slow was removed: use a smaller --lr
 """
 
 
@@ -92,21 +92,31 @@ WRONG = """
 def test_what_cannot_be_used_is_an_error_of_one_line(tmp_path, monkeypatch, row):
     """On the command line, or in a config file, which the error names."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "typo.py").write_text("stepps = 3")
-    (tmp_path / "type.py").write_text("steps = 'many'")
+    monkeypatch.setattr(configurator, "RENAMED", dict(rate="lr"))
+    monkeypatch.setattr(configurator, "REMOVED", dict(slow="use a smaller --lr"))
+    files = dict(typo="stepps = 3", type="steps = 'many'", set="betas = {0.9}", annotated="lr: float = 2\nlr: 1e-3")
+    for name, text in (files | dict(rate="rate = 1", slow="slow = True")).items():
+        (tmp_path / f"{name}.py").write_text(text)
     arg, says = map(str.strip, row.split(" | "))
     with pytest.raises(ValueError) as error:
         after(arg)
     assert str(error.value) == says
 
 
+def test_a_new_name_is_shown_only_where_that_setting_exists(monkeypatch):
+    """Other scripts never had the old one."""
+    monkeypatch.setattr(configurator, "RENAMED", dict(rate="speed"))
+    with pytest.raises(ValueError, match="there is no setting 'rate'"):
+        after("--rate=1")
+
+
 def test_files_stack_and_flags_win_and_the_names_are_kept_in_their_order(tmp_path):
-    (tmp_path / "one.py").write_text("import math\nlr = 1e-3\nsteps = int(math.exp(3))\n_private = 3\n")
-    (tmp_path / "two.py").write_text("lr = 2\nname = 'c'\ntop_k = _before['steps'] + (_before['lr'] == 1e-3)\n")
-    got = after("--name=z", str(tmp_path / "one.py"), str(tmp_path / "two.py"), "--steps=7")
-    found = [got[name] for name in ("lr", "steps", "name", "top_k")]
-    assert found == [2.0, 7, "z", 21]
-    assert list(got["_asked"]) == ["lr", "top_k", "name", "steps"]
+    (tmp_path / "one.py").write_text("import math\nlr = 1e-3\nsteps = int(math.exp(3))\ntop_k = 5\n_nor = 3\n")
+    (tmp_path / "two.py").write_text("lr = 2\nname = 'c'\n")
+    got = dict(lr=0.1, steps=10, name="a", top_k=None)
+    requested = configure(got, ["--name=z", str(tmp_path / "one.py"), str(tmp_path / "two.py"), "--steps=7"])
+    assert got == dict(lr=2.0, steps=7, name="z", top_k=5)
+    assert requested == ["top_k", "lr", "name", "steps"]
 
 
 def test_every_config_file_fits_its_script_and_has_several_spellings():
@@ -115,7 +125,7 @@ def test_every_config_file_fits_its_script_and_has_several_spellings():
     for path in paths:
         begin, *_ = Path(path).name.split("_")
         script = importlib.import_module(dict(sft="posttrain.sft", qrpo="posttrain.qrpo").get(begin, "train"))
-        more = [script.shape, attach] if script.__name__ == "train" else []
+        more = [script.shape] if script.__name__ == "train" else []
         configure(dict(vars(script)), [path], *(dict(vars(space)) for space in more))
     for arg in ("8b", "configs/8b.py", "configs/8b"):
         assert os.path.samefile(configurator.config_file(arg), f"{ROOT}/configs/8b.py")
@@ -132,10 +142,9 @@ def test_a_flag_sets_its_setting_in_every_namespace_that_has_it():
     script = dict(lr=1.0, out="a")
     other = dict(lr=2.0, rank=0)
     shape = SimpleNamespace(n_layer=4)
-    got = configure(script, ["--lr=3", "--n_layer=5", "--rank=6"], shape, other)
-    assert got == settings(script, shape, other) == dict(lr=3.0, out="a", n_layer=5, rank=6)
-    asked = dict(lr=True, n_layer=True, rank=True)
-    assert (script, other) == (dict(lr=3.0, out="a", _asked=asked), dict(lr=3.0, rank=6, _asked=asked))
+    configure(script, ["--lr=3", "--n_layer=5", "--rank=6"], shape, other)
+    assert settings(script, shape, other) == dict(lr=3.0, out="a", n_layer=5, rank=6)
+    assert (script, other) == (dict(lr=3.0, out="a"), dict(lr=3.0, rank=6))
 
 
 # -----------------------------------------------------------------------------
@@ -145,7 +154,7 @@ def test_a_flag_sets_its_setting_in_every_namespace_that_has_it():
 @pytest.fixture
 def call(tmp_path):
     """call(ARGS): the exit code, stdout and stderr of `python script.py ARGS`."""
-    for name, text in dict(script=SCRIPT, beyond=BEYOND, config="rank = 4\nsteps = 3\n").items():
+    for name, text in dict(script=SCRIPT, shape=SHAPE, config="rank = 4\nsteps = 3\n").items():
         (tmp_path / f"{name}.py").write_text(text)
 
     def call(*args):
@@ -158,29 +167,22 @@ def call(tmp_path):
 
 
 def test_a_script_runs_with_its_flags_and_says_its_errors_in_one_line_with_code_2(call):
-    """Only the project's files raise such errors: one from another file, like this script, keeps its traceback."""
-    assert call("--lr=1") == (0, "1.0 10\n", "")
-    # The error comes before beyond.py is imported.
+    """
+    main() gets the names that the user has set. Only the project's files raise such errors: one from another file, like
+    this script, keeps its traceback.
+    """
+    assert call("--lr=1") == (0, "1.0 10 0 lr\n", "")
+    assert call("--lr=1", "config.py") == (0, "1.0 3 4 rank steps lr\n", "")
     assert call("--steps=many") == (2, "", "script.py: --steps=many: want a whole number, such as 10\n")
     assert call("--steps=0") == (130, "", "")
     code, _, said = call("--steps=-1")
     assert code == 1 and said.startswith("Traceback") and said.endswith("ValueError: a bug\n")
 
 
-def test_a_setting_that_only_the_module_beyond_has_hands_the_command_over(call):
-    """On the command line or in a file. A setting that both modules have does not; a typo is an error."""
-    assert call("--rank=8", "--lr=1") == (0, "imported\n1.0 10 8 1.0 rank lr\n", "")
-    assert call("config.py") == (0, "imported\n0.1 3 4 0.2 rank steps\n", "")
-    wrong = "script.py: --stepz: there is no setting 'stepz', did you mean 'steps'?\n"
-    assert call("--stepz=3") == (2, "imported\n", wrong)
-    assert call("--rank=8", "--lr=x")[2] == "beyond.py: --lr=x: want a number, such as 0.2\n"
-
-
-def test_help_is_the_docstring_and_a_line_for_each_setting_also_of_the_module_beyond(call):
+def test_help_is_the_docstring_and_a_line_for_each_setting(call):
     code, shown, _ = call("--steps=3", "--help")
     assert code == 0 and shown == call("-h")[1]
     assert [" ".join(line.split()) for line in shown.splitlines()] == [
-        "imported",
         "A script.",
         "",
         "settings:",

@@ -239,14 +239,13 @@ PUBLISHED = read_json(f"{GOLDEN}/stages.json")
 def test_the_long_context_stages_have_the_published_steps_and_tokens(row):
     """The rate warms up over 1.2B tokens and then stays at the floor of pretraining's rate to the end."""
     size, name, *want = row
-    before = dict(n_layer=32, min_lr=1.1e-5, batch_size=1024, block_size=4096) | read_config(config_file(size))
-    config = read_config(config_file(f"long/{name}"), before)
+    config = read_config(config_file(f"long/{name}" + "_70b" * (size == "70b")))
     windows, theta, batch, total, warmup, decay, peak = (config[key] for key in KEYS.split())
     ((_, sources, until, _),) = config["stages"]
     steps = steps_in(total, batch, config["batch_ramp_at"] or None)
     assert [windows, theta, batch, steps, [*sources.values()]] == want
     assert warmup * windows / 1e9 == pytest.approx(1.26, abs=0.01)
-    assert wsd(total - 1, peak, 0, warmup, total, decay) == before["min_lr"]
+    assert wsd(total - 1, peak, 0, warmup, total, decay) == read_config(config_file(size))["min_lr"]
     assert until == total
 
 

@@ -42,7 +42,7 @@ def bits_by_hand(model, ids):
     for i in range(1, len(ids)):
         # Windows begin at multiples of half a window: take the first from which at most T tokens reach token i.
         begin = stride * max(0, math.ceil((i - T) / stride))
-        logits, _ = model(torch.tensor([ids[begin:i]]))
+        logits = model(torch.tensor([ids[begin:i]]))
         bits -= logits[0, -1].log_softmax(-1)[ids[i]].item() / math.log(2)
     return bits
 
@@ -95,7 +95,7 @@ def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_ch
         quiz("4?", list("abcd"), "D"),
     ]
     context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n"
-    first, second = evaluate.asked(rows, "x")
+    first, second = evaluate.questions_of(rows, "x")
     assert first == (f"{context}3?\nAnswer:", ["6"], ["6", "7"])
     assert second == (f"{context}4?\nAnswer:", ["d"], list("abcd"))
     for row in evaluate.choice_scores(model, TOK, rows, "x"):

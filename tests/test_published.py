@@ -203,7 +203,7 @@ def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path,
     wanted = hub[name](idx).logits[..., :TEXT]
     convert.save_hf(model, str(tmp_path), tok)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert_close((model(idx)[0], again(idx).logits), (wanted, wanted), rtol=1e-5, atol=1e-5)
+    assert_close((model(idx), again(idx).logits), (wanted, wanted), rtol=1e-5, atol=1e-5)
     kept = tokenizer.load_for(str(tmp_path))
     assert (kept.hash, kept.system) == (tok.hash, tok.system)
     theirs = transformers.AutoTokenizer.from_pretrained(convert.local(name))

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import convert
 from configurator import literal
+from engine.files import read_json
 from model import Apertus, ApertusConfig
 from papers import structured_ffn
 
@@ -25,7 +26,7 @@ def settings(form):
 
 
 def build(form):
-    """(model, guides) of a run with 40 guided steps. Like posttrain/attach.py it draws values after building layers."""
+    """(model, guides) of a run with 40 guided steps. Like a run it draws values after building layers."""
     model = small(None, n_layer=3)
     guides = structured_ffn.Guides(settings(form))
     structured_ffn.build(model, guides.config)
@@ -125,12 +126,16 @@ def test_guides_end_at_half_of_the_runs_steps_or_of_those_of_a_checkpoint_whose_
 
 
 def test_a_run_in_its_guided_phase_is_exported_as_a_dense_model(lab, tmp_path):
+    """The run itself is no Apertus: it is neither loaded as one nor completed with weights for transformers."""
     out, hf = tmp_path / "run", tmp_path / "hf"
     how = "--checkpoint_every=5 --keep_checkpoints=0 --ffn=blockdense --ffn_rank=8 --ffn_blocks=2 --self_guided=1.0"
-    run(*pretraining(lab, out, *how.split(), "--guide_saving"))
+    _, *flags = pretraining(lab, out, *how.split(), "--guide_saving")
+    run("papers.structured_ffn", *flags)
     shutil.rmtree(out / "ckpt" / "step-00000010")
-    run("convert.py", f"--load={out}", f"--save={hf}", "--merge")
+    assert read_json(out / "config.json")["model_type"] == "nanoapertus" and not list(out.glob("*.safetensors"))
+    with pytest.raises(ValueError, match="is of another model"):
+        convert.load_any(str(out))
+    run("papers.structured_ffn", f"--merge={out}", f"--out={hf}")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf)
-    ours, _ = convert.load_any(str(out))
     with torch.no_grad():
-        assert_close(theirs(IDS).logits, ours(IDS)[0], rtol=0, atol=2e-5)
+        assert_close(theirs(IDS).logits, structured_ffn.load(str(out))(IDS), rtol=0, atol=2e-5)

@@ -1,4 +1,13 @@
-# Long context, the first of four stages: windows of 8,192 tokens. Values and commands: table.py.
-from configs.long.table import settings_of
+# Long context, the first of four stages, for the 8B: windows of 8,192 tokens. Explained in common.py.
+from configs.long.common import *
 
-globals().update(settings_of("8k", _before))
+block_size = 8192
+rope_theta = 1e6
+
+batch_size = 1024                  # 8.4M tokens a step
+total_samples = 9350 * batch_size  # 78.4B tokens
+warmup_samples = 150 * batch_size  # 1.26B tokens
+lr = 1.1e-5                        # the floor of pretraining
+
+last_eval_windows = 2048           # 16.8M tokens
+stages = (("8k", {"stage5": 55.80, "fineweb-long": 15.87, "books": 6.88}, total_samples, 33),)

@@ -1,0 +1,14 @@
+# Long context, the last of four stages, for the 70B: windows of 65,536 tokens. Explained in common.py.
+from configs.long.common import *
+
+block_size = 65536
+rope_theta = 12e6
+doc_mask = False                   # as in both scripts, which also predict the token after an end of text; we never do
+
+batch_size = 256                   # 16.8M tokens a step
+total_samples = 1742 * batch_size  # 29.2B tokens
+warmup_samples = 75 * batch_size   # 1.26B tokens
+lr = 1e-6                          # the floor of pretraining
+
+last_eval_windows = 256            # 16.8M tokens
+stages = (("64k", {"stage5": 20.74, "fineweb-long": 5.58, "books": 2.96}, total_samples, 36),)
