@@ -22,7 +22,7 @@ import torch
 
 from ademamix import build_optimizer
 from configurator import run as run_script, settings
-from data import TokenDataset, ahead, special_ids, started_stages
+from data import StagedDataset, TokenDataset, ahead, special_ids, started_stages
 from engine.checks import check_settings, check_vocabulary
 from engine.hardware import can_compile, pick_device, pick_dtype
 from engine.parallel import Ranks, distribute, drop_gathered, orderly_exit
@@ -233,7 +233,6 @@ def open_data(config):
     """The training data, with Goldfish, and the validation data, in which every predictable token counts."""
     goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope, special_ids(data) if goldfish_exempt else ()
     if stage:
-        from stages import StagedDataset  # here, since runs without stages do not need it
         windows = StagedDataset(data, stages, config.block_size, *goldfish, stage=stage.removeprefix("all"))
     else:
         windows = TokenDataset(data, "train", config.block_size, seed, *goldfish)

@@ -12,10 +12,9 @@ import os
 import numpy as np
 from tqdm import tqdm
 
-from data import by_epoch
+from data import SLOTS, by_epoch, mix_weights
 from engine.checkpoint import gather
 from engine.files import read_text, write_flushed
-from engine.mixture import SLOTS, mix_weights
 
 # A resumed run may change these settings, because they change no number by more than rounding. The hashes of the data
 # (with keep_licenses and decontaminate) and of the rewards must be the same; references have a folder of their own.

@@ -22,11 +22,10 @@ import numpy as np
 
 from chat import FORMS, describe_dropped, learnable
 from configurator import literal
-from corpus import dedup, rules as selection
-from data import Stream
-from engine import checkpoint, readers
+from corpus import dedup, readers, rules as selection
+from data import Stream, mix_weights
+from engine import checkpoint
 from engine.files import sha256, sha256_of, write_flushed
-from engine.mixture import mix_weights
 from posttrain import common
 
 COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*FORMS)

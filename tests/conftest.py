@@ -61,8 +61,7 @@ def script(name, *args, stdin="", pictures=False):
     from engine import plot
 
     # A new process would import these modules anew: a script hands its command line to them.
-    for attached in """train prepare posttrain.attach posttrain.start posttrain.common corpus.join
-            tests.lesson""".split():
+    for attached in """train prepare posttrain.attach posttrain.start posttrain.common tests.lesson""".split():
         package, _, leaf = attached.rpartition(".")
         sys.modules.pop(attached, None)
         vars(sys.modules.get(package, types)).pop(leaf, None)

@@ -16,7 +16,7 @@ from trained import log
 
 import chat
 import convert
-from engine import readers
+from corpus import readers
 from engine.files import read_json
 from plain import Plain
 from posttrain import common, losses, qrpo, references
