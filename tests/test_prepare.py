@@ -170,6 +170,31 @@ def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writ
         assert key() != before
 
 
+def test_the_default_corpus_is_code_under_its_licence_split_by_a_hash_of_the_ids(tmp_path, monkeypatch):
+    """Without tests, tables and other files; addresses in code stay."""
+    names = [f"m{i}.py" for i in range(20)]
+    put(tmp_path / "lib", {name: f"# {name}: ask ann@example.org" for name in names})
+    put(tmp_path / "lib", {"test/a.py": "", "pkg/encodings/b.py": "", "c.txt": "", "bad.py": b"\xff"})
+    monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    fill(tmp_path / "out", "--val_share=0.3")
+    found = {row["id"]: row for row in ledger(tmp_path / "out")}
+    assert found.keys() == {*names, "bad.py"}
+    for name, row in found.items():
+        assert (row["language"], row["license"], row["email"]) == ("code", "PSF-2.0", 0)
+        first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < 0.3 * 2**64
+        assert row["split"] == (None if name == "bad.py" else "val" if first else "train")
+
+
+def test_files_of_the_user_go_to_a_folder_of_their_own(monkeypatch):
+    """Not to data/stdlib, unless the user says so."""
+    assert prepare.configuration([]).out == "data/stdlib"
+    monkeypatch.setattr(prepare, "paths", ["texts/"])
+    assert prepare.configuration(["tokenizer"]).out == "data/mine"
+    assert prepare.configuration(["out"]).out == "data/stdlib"
+    monkeypatch.setattr(prepare, "remove", "list")
+    assert prepare.configuration([]).out == "data/stdlib"
+
+
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
     file = write_lines(tmp_path / "in.jsonl", rows(9))
 
