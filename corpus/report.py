@@ -140,12 +140,12 @@ def hosts_of(folder, store):
 # the files
 
 
-def write_report(folder, vocabulary, shards, facts):
+def write_report(folder, vocabulary, shards, provenance):
     """
     Write meta.json, report.json and report.md next to a ledger. Returns the report.
 
     vocabulary: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. shards: {source: {split: entries of
-    its shards}}. facts: the report's run, inputs, ignored, rule, pii, probes and robots (stages.facts_of).
+    its shards}}. provenance: the report's run, inputs, ignored, rule, pii, probes and robots (stages.provenance_of).
     """
     rows = sums(folder)
     by_split, by_detail = grouped(rows, "source", "split"), grouped(rows, "rule", "detail")
@@ -159,7 +159,7 @@ def write_report(folder, vocabulary, shards, facts):
     meta["version"] = version(meta)
     languages = sorted(grouped(rows, "source", "language").items())
     report = dict(
-        facts,
+        provenance,
         version=meta["version"],
         total=total(rows),
         table=[dict(source=source, language=language, **total(group)) for (source, language), group in languages],
@@ -168,10 +168,10 @@ def write_report(folder, vocabulary, shards, facts):
                     for (rule, problem), group in by_detail.items() if rule == "unreadable"},
         outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
     )
-    report["pii"] = dict(facts["pii"], **report["total"]["pii"])
-    if facts["robots"]:
+    report["pii"] = dict(provenance["pii"], **report["total"]["pii"])
+    if provenance["robots"]:
         removed = {agent: size_of(group) for (rule, agent), group in by_detail.items() if rule == "robots"}
-        report["robots"] = dict(facts["robots"], removed_by_agent=removed)
+        report["robots"] = dict(provenance["robots"], removed_by_agent=removed)
     write_json(f"{folder}/meta.json", meta)
     write_json(f"{folder}/report.json", report)
     write_flushed(f"{folder}/report.md", markdown(report))

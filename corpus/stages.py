@@ -539,12 +539,12 @@ def account(number, work):
         # studies/memorize.py reads it.
         passages = [dict(passage, ids=tok.encode(passage["text"])) for passage in work.passages]
         write_json(work.data / "probes.json", dict(tokenizer_hash=tok.hash, probes=passages))
-    write_report(work.data, meta, shards, facts_of(work, name))
+    write_report(work.data, meta, shards, provenance_of(work, name))
     if not work.plan.dry_run:
         verify(work.data)
 
 
-def facts_of(work, tokenizer):
+def provenance_of(work, tokenizer):
     """The part of the report about the run, its files and its settings. tokenizer: the name of the vocabulary."""
     plan, robots = work.plan, work.robots
     commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
