@@ -43,9 +43,9 @@ from safetensors.torch import save_file
 
 from chat import stop_ids
 from configurator import checked, run
+from data import first_folder
 from engine import restore
-from engine.files import flush, make_folder, read_json, write_json
-from engine.readers import in_one_line
+from engine.files import flush, in_one_line, make_folder, read_json, replace_folder, restore_folder, write_json
 from engine.runs import settings_of
 from model import XIELU, Apertus, ApertusConfig
 from tokenizer import TEMPLATE, hf_files, load_for, write_bpe
@@ -514,7 +514,7 @@ def describe(folder, settings, shape, tok, is_apertus=True):
 
 def describe_run(folder, settings, shape, data):
     """describe() with the vocabulary of a data folder."""
-    describe(folder, settings, shape, load_for(data))
+    describe(folder, settings, shape, load_for(first_folder(data)))
 
 
 def complete(folder):
@@ -585,6 +585,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         raise ValueError("an export holds a whole model: --merge adds the adapters to its matrices")
 
     new, old = f"{folder}.export-new", f"{folder}.export-old"
+    restore_folder(folder, old)
     shutil.rmtree(new, ignore_errors=True)                 # of an export that was killed
     make_folder(new)
     try:
@@ -595,12 +596,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     except (OSError, SafetensorError) as e:                # the disk is full
         shutil.rmtree(new, ignore_errors=True)
         raise OSError(f"{folder} could not be written ({e}); the older export is untouched") from None
-    if os.path.exists(folder):
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(folder, old)
-    os.rename(new, folder)
-    flush(os.path.dirname(folder))
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(folder, new, old)
 
 
 # -----------------------------------------------------------------------------

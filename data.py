@@ -6,20 +6,25 @@ Token shards -> batches. The order of samples is a pure function of (seed, numbe
                            tokens   = stream[window * T : window * T + T + 1]
 
 Windows are block_size + 1 tokens and overlap by one, as in Megatron's loader, which Apertus used (report sec. 3):
-inputs are the first T, labels the last T. Instead of a table of shuffled indices (29 GB for 15T tokens) a small
+inputs are the first T, targets the last T. Instead of a table of shuffled indices (29 GB for 15T tokens) a small
 cipher permutes the window numbers: a Feistel network is a bijection whatever its round function is. Every process can
 compute every sample, so 1 and 512 ranks see the same data, and a resumed run needs only its step number.
 
-Several sources (sets of shards in one folder) are one stream, in proportion to their sizes, as Apertus mixed them. Or
-each source is a stream of its own, and a weight gives its share of the samples. Both are arithmetic on g.
+Several sources (sets of shards) are one stream, in proportion to their sizes, as Apertus mixed them. Or each source is
+a stream of its own, and a weight gives its share of the samples. Both are arithmetic on g. Several folders of one
+vocabulary are read like one: --data=A,B mixes them by size, --data="{A: 2, B: 1}" by weights.
 
-$ python data.py data/stdlib                              # its sources, and one window as the model sees it
-$ python data.py data/edu data/german --join=data/both    # a folder with the sources of both; copies no tokens
+$ python data.py data/stdlib                # its sources, and one window as the model sees it
+$ python data.py data/edu data/german       # the same for both together, as train.py reads --data=data/edu,data/german
+
+A run in stages, like the five of Apertus (report sec. 3), changes its sources and their order at given numbers of
+samples: a table in a config, such as configs/8b.py, and --stage.
 """
 
 import functools
 import hashlib
 import itertools
+import math
 import os
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +33,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from configurator import run
 from engine.files import read_json, sha256_of, version
-from engine.mixture import mix_weights
 from goldfish import goldfish_mask
 
-# Letters: T block_size, the labels of a window; g number of a sample in the run.
+# Settings of this file as a command.
+paths = []           # data folders; none: data/stdlib
+block_size = 256     # tokens per window
+seed = 28            # seed of the order of windows
+
+# Settings that are gone: the end of the sentence "--NAME was removed: ...".
+REMOVED = {"join": "train.py and this command read several folders, --data=A,B"}
+
+# Letters: T block_size, the targets of a window; g number of a sample in the run.
 
 # -----------------------------------------------------------------------------
 # The order of samples
@@ -116,7 +129,7 @@ class Stream:
         self.files = []
         self.begins = [0]
         for entry in entries:
-            path = f"{folder}/{entry['file']}"
+            path = os.path.join(folder, entry["file"])
             n = entry["tokens"]
             self.files.append((path, stamp(path)))
             self.begins.append(self.begins[-1] + n)
@@ -146,19 +159,93 @@ class Stream:
         return out
 
 
-def read_meta(folder):
-    """meta.json of a data folder. ValueError with the command that makes it, if it is missing or a stranger's."""
+# -----------------------------------------------------------------------------
+# Data folders
+
+# The keys of meta.json that define the meaning of token ids.
+VOCABULARY = ("tokenizer_hash", "vocab_size", "bos", "eos")
+
+
+def folders_of(data):
+    """
+    {folder: weight} of the setting --data: A; A,B; or {A: 2, B: 1}, as a text or a dict. Without weights they are None.
+
+    ValueError: a weight is no number, or a folder is named twice.
+    """
+    if isinstance(data, dict):
+        return data
+    # The name of a folder may have a comma in it.
+    if os.path.isdir(data):
+        return {data: None}
+    folders = {}
+    for part in data.strip("{} ").split(","):
+        folder, weight = part.strip(), None
+        if data.startswith("{"):
+            folder, _, number = part.rpartition(":")
+            folder, weight = folder.strip(" '\""), as_weight(number, data)
+        if os.path.realpath(folder) in map(os.path.realpath, folders):
+            raise ValueError(f"--data={data}: {folder} is named twice")
+        folders[folder] = weight
+    return folders
+
+
+def as_weight(text, data):
+    """A weight in --data as a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--data={data}: want folders, A,B, or folders and weights, {{A: 2, B: 1}}") from None
+
+
+def first_folder(data):
+    """The first folder of --data. Its tokenizer.json is that of all of them."""
+    return next(iter(folders_of(data)))
+
+
+def read_meta(data):
+    """
+    meta.json of a data folder, or of the folders that --data names as one, with a list `folders` of their paths,
+    versions, weights and names of sources.
+
+    A source whose name an earlier folder has is called FOLDER/SOURCE. ValueError: a meta.json is missing or a
+    stranger's (with the command that makes it), two vocabularies differ, or two sources have the same name even so.
+    """
+    folders = folders_of(data)
+    metas = {folder: meta_of(folder) for folder in folders}
+    first = next(iter(metas))
+    if len(metas) == 1:
+        return metas[first]
+    joined = {key: metas[first].get(key) for key in ("tokenizer", *VOCABULARY)} | dict(sources={}, folders=[])
+    for folder, meta in metas.items():
+        if any(meta.get(key) != joined[key] for key in VOCABULARY):
+            raise ValueError(f"{folder} was made by the tokenizer {meta.get('tokenizer')} and {first} by "
+                             f"{joined['tokenizer']}, another one: prepare both with the same --tokenizer")
+        names = []
+        for source, splits in meta["sources"].items():
+            longer = f"{os.path.basename(os.path.normpath(folder))}/{source}"
+            name = longer if source in joined["sources"] else source
+            if name in joined["sources"]:
+                raise ValueError(f"{folder} has a source {source!r} again, already there as {name!r}")
+            joined["sources"][name] = {split: with_paths(part, folder) for split, part in splits.items()}
+            names.append(name)
+        joined["folders"].append(dict(path=folder, version=version(meta), weight=folders[folder], sources=names))
+    return joined
+
+
+def with_paths(part, folder):
+    """The entry of a split in meta.json, with the whole paths of its shards."""
+    shards = [shard | dict(file=os.path.abspath(f"{folder}/{shard['file']}")) for shard in part["shards"]]
+    return part | dict(shards=shards)
+
+
+def meta_of(folder):
+    """meta.json of one data folder."""
     path = f"{folder}/meta.json"
     if not os.path.isfile(path) or "sources" not in (meta := read_json(path)):
         raise ValueError(f"no prepared data in {folder!r}: run `python prepare.py [FILES] --out={folder}`")
     return meta
 
 
-def part_of(meta, folder, name, split):
-    """The entry of a source's split in meta.json: documents, tokens, bytes, shards. ValueError: no such source."""
-    if name not in meta["sources"]:
-        raise ValueError(f"{folder} has no source {name!r}; it has {', '.join(meta['sources'])}")
-    return meta["sources"][name][split]
 
 
 # -----------------------------------------------------------------------------
@@ -178,13 +265,56 @@ class Batch(NamedTuple):
         return [Batch(*part) for part in zip(*(t.to(device).split(micro_batch_size) for t in self))]
 
 
+# A weight is a whole number of slots, so every 10,000 samples have exactly this mixture.
+SLOTS = 10_000
+
+
+def mix_weights(weights):
+    """
+    {source: weight} -> {source: slots of SLOTS}, by largest remainders.
+
+    ValueError if there is no weight, or one is not positive or below 1/SLOTS of their sum.
+    """
+    if not weights or min(weights.values()) <= 0:
+        raise ValueError(f"weights {weights}: want a positive number for each source")
+    total = sum(weights.values())
+    exact = {name: SLOTS * weight / total for name, weight in weights.items()}
+    slots = {name: int(share) for name, share in exact.items()}
+    # Largest remainder first.
+    for name in sorted(exact, key=lambda name: slots[name] - exact[name])[: SLOTS - sum(slots.values())]:
+        slots[name] += 1
+    if min(slots.values()) < 1:
+        raise ValueError(f"weights {weights}: the smallest is below one sample in {SLOTS:,}")
+    return slots
+
+
+def streams_of(meta, data, split, sources):
+    """
+    What a TokenDataset reads: ({stream: names of its sources}, {stream: weight}, or None for a single stream).
+
+    ValueError: there is no such source.
+    """
+    names = list(sources or meta["sources"])
+    for name in names:
+        if name not in meta["sources"]:
+            raise ValueError(f"{data} has no source {name!r}; it has {', '.join(meta['sources'])}")
+    if isinstance(sources, dict):
+        return {name: [name] for name in names}, sources
+    weights = {folder["path"]: folder["weight"] for folder in meta.get("folders", ())}
+    # All validation text is read in proportion to its size.
+    if sources or split == "val" or None in weights.values() or not weights:
+        return {0: names}, None
+    return {folder["path"]: folder["sources"] for folder in meta["folders"]}, weights
+
+
 class TokenDataset:
     """
-    The windows of one split ("train" or "val") of a folder that prepare.py wrote.
+    The windows of one split ("train" or "val") of a folder that prepare.py wrote, or of several: data is as in
+    folders_of().
 
     sources: names in meta.json, None = all. They are one stream, in proportion to their sizes, as in Apertus; a name
     given twice counts twice. Or {name: weight}: each source is a stream of its own, shuffled and repeated separately,
-    with its share of the samples.
+    with its share of the samples; so is each folder that has a weight.
 
     goldfish_k > 0 drops 1/k of the targets. goldfish_scope 'stream' hashes across the window's start, 'window'
     (Apertus) does not: goldfish.py explains why it matters.
@@ -197,7 +327,7 @@ class TokenDataset:
 
     def __init__(
         self,
-        folder,
+        data,
         split,
         block_size,
         seed=28,
@@ -209,35 +339,39 @@ class TokenDataset:
     ):
         if block_size < 1:
             raise ValueError(f"block_size={block_size}: must be at least 1")
-        self.folder = folder
+        self.data = data
         self.T = block_size
         self.seed = seed
         self.goldfish = goldfish_k, goldfish_h, goldfish_hash
         if goldfish_k:
-            # A mask of no labels, so that a wrong setting is an error before the run begins.
+            # A mask of no targets, so that a wrong setting is an error before the run begins.
             goldfish_mask(torch.empty(0, dtype=torch.int64), *self.goldfish)
         self.n_context = goldfish_h - 1 if goldfish_k and goldfish_scope == "stream" else 0
         # The last few blocks, since the samples of a step are neighbours.
         self.cached_block = functools.lru_cache(maxsize=8)(self.block)
-        self.meta = read_meta(folder)
-        names = list(sources or self.meta["sources"])
-        self.parts = [part_of(self.meta, folder, name, split) for name in names]
-        shards = [part["shards"] for part in self.parts]
-        if isinstance(sources, dict):
-            # Stream s has the slots slots[s] to slots[s + 1] - 1.
-            self.slots = np.cumsum([0, *mix_weights(sources).values()])
-        else:
-            self.slots = None
-            shards = [sum(shards, [])]
-        self.streams = [Stream(folder, entries, block_size) for entries in shards]
+        self.meta = read_meta(data)
+        names, weights = streams_of(self.meta, data, split, sources)
+        # Stream s has the slots slots[s] to slots[s + 1] - 1.
+        self.slots = None if weights is None else np.cumsum([0, *mix_weights(weights).values()])
+        self.parts, self.streams = [], []
+        for group in names.values():
+            parts = [self.meta["sources"][name][split] for name in group]
+            shards = [shard for part in parts for shard in part["shards"]]
+            self.parts += parts
+            self.streams.append(Stream(first_folder(data), shards, block_size))
         self.n_tokens = sum(stream.n_tokens for stream in self.streams)
         self.n_windows = sum(stream.n_windows for stream in self.streams)
-        if min(stream.n_windows for stream in self.streams) < 1:
-            raise ValueError(
-                f"{folder}: the {split} split of {' or '.join(names)} has fewer tokens than one window of "
-                f"block_size={block_size} + 1: prepare more text or lower block_size"
-            )
+        self.check_length(names.values(), split)
         self.fingerprint = fingerprint(self.meta, sources)
+
+    def check_length(self, names, split):
+        """ValueError if a stream has less text than one window. names: of its sources, a list for each stream."""
+        for stream, group in zip(self.streams, names):
+            if stream.n_windows < 1:
+                raise ValueError(
+                    f"{self.data}: the {split} split of {' or '.join(group)} has fewer tokens than one window of "
+                    f"block_size={self.T} + 1: prepare more text or lower block_size"
+                )
 
     def where(self, samples):
         """Samples of the run, int64 (n,) -> (stream, window), each (n,)."""
@@ -282,7 +416,7 @@ class TokenDataset:
         ids = torch.from_numpy(rows)
         if rows.max() >= self.meta["vocab_size"]:
             raise ValueError(
-                f"{self.folder}: token id {rows.max()} >= vocab_size {self.meta['vocab_size']} in samples {first} to "
+                f"{self.data}: token id {rows.max()} >= vocab_size {self.meta['vocab_size']} in samples {first} to "
                 f"{first + n - 1}: a shard is damaged, prepare the data again"
             )
         idx = ids[:, -self.T - 1 : -1]
@@ -305,6 +439,58 @@ class TokenDataset:
         return nats_per_token / np.log(2) * n_predicted / n_bytes
 
 
+class StagedDataset:
+    """
+    A run in stages, like the five of Apertus: sample g belongs to the stage in whose part of the run it
+    lies, and is sample g - begin of that stage's own TokenDataset. (Apertus' loader restarted at each
+    stage, with another seed; report sec. 3.)
+
+    stages: rows of (name, sources, until in samples, seed), as in configs/8b.py; sources as in
+    TokenDataset. stage: the name of the last one to run, "" = all; later ones need no data yet. After the
+    last stage its data continue.
+
+    stage_end: the number of samples at the end of the stage called `stage`, None if none is named.
+    fingerprint: HASH@BEGIN of each stage, so that the data of later stages may still change or be added: see
+    started_stages(). ValueError: no such stage, or stages that do not follow each other.
+    """
+
+    def __init__(self, data, stages, block_size, *goldfish, stage=""):
+        names = [name for name, *_ in stages]
+        untils = [until for _, _, until, _ in stages]
+        if not stages or stage and stage not in names:
+            raise ValueError(f"there is no stage {stage!r}: the table of stages has {', '.join(names) or 'none'}")
+        if sorted({0, *untils}) != [0, *untils]:
+            raise ValueError(f"stages end after {untils} samples: want each later than the one before")
+        if set(folders_of(data).values()) != {None}:
+            raise ValueError(f"--data={data}: with stages the weights stand in the table of stages")
+        last = names.index(stage) if stage else len(names) - 1
+        self.stage_end = untils[last] if stage else None
+        self.begins = [0, *untils[:last]]
+        self.ends = [*untils[:last], math.inf]
+        self.parts = []
+        words = []
+        for begin, row in zip(self.begins, stages):
+            _, sources, _, seed = row
+            part = TokenDataset(data, "train", block_size, seed, *goldfish, sources=sources)
+            words.append(f"{sha256_of([part.fingerprint, row])}@{begin}")
+            self.parts.append(part)
+        self.fingerprint = " ".join(words)
+        self.meta = self.parts[0].meta
+        self.n_tokens = sum(part.n_tokens for part in self.parts)
+
+    def batch(self, first, n):
+        """As TokenDataset.batch; a batch across the border of two stages has samples of both."""
+        batches = []
+        at = first
+        while at < first + n:
+            s = bisect_right(self.begins, at) - 1
+            begin = self.begins[s]
+            end = min(first + n, self.ends[s])
+            batches.append(self.parts[s].batch(at - begin, end - at))
+            at = end
+        return Batch(*map(torch.cat, zip(*batches)))
+
+
 def prefetch(fetch, step):
     """
     Yield fetch(step), fetch(step + 1), ...: a thread fetches the next one while the caller works on this one.
@@ -323,17 +509,17 @@ def prefetch(fetch, step):
 # -----------------------------------------------------------------------------
 # The data that a run depends on
 
-# The keys of meta.json that define the meaning of token ids.
-VOCABULARY = ("tokenizer_hash", "vocab_size", "bos", "eos")
-
 
 def fingerprint(meta, sources=None):
     """
     sha256 of the data that a run reads, which must be the same when it is resumed.
 
     sources: as in TokenDataset. If they are named, the hash covers the vocabulary and these sources, with their order
-    and weights: other sources may be added to the folder. If not, it covers all of meta.json.
+    and weights: other sources may be added to the folder. If not, it covers all of meta.json; of several folders, their
+    versions, order and weights.
     """
+    if not sources and "folders" in meta:
+        return sha256_of([[folder["version"], folder["weight"]] for folder in meta["folders"]])
     if not sources:
         return version(meta)
     rows = []
@@ -354,7 +540,25 @@ def started_stages(fingerprint, samples):
     return [word for word in fingerprint.split() if int(word.partition("@")[2] or -1) < samples]
 
 
-if __name__ == "__main__":
-    from corpus.join import start
+# -----------------------------------------------------------------------------
+# The command
 
-    start()
+
+def main():
+    """Print the sources of data folders, and one window of them as the model sees it."""
+    from tokenizer import load_for  # here, since training itself needs no tokenizer
+
+    data = ",".join(paths) or "data/stdlib"
+    for name, source in read_meta(data)["sources"].items():
+        for split, part in source.items():
+            print(f"{name:20} {split:5} {part['documents']:8,} documents {part['tokens']:14,} tokens "
+                  f"{part['bytes'] / 1e6:10.2f} MB")
+    windows = TokenDataset(data, "train", block_size, seed)
+    idx, _, _, doc = windows.batch(0, 1)
+    n = doc.max() - doc.min() + 1
+    print(f"{windows.n_windows:,} windows of {block_size}; the first of seed {seed} has {n} documents:\n")
+    print(load_for(first_folder(data)).decode(idx[0].tolist()))
+
+
+if __name__ == "__main__":
+    run(main, globals())

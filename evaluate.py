@@ -36,8 +36,8 @@ from tqdm import tqdm
 
 from chat import stop_ids
 from configurator import run
+from corpus import readers
 from data import TokenDataset
-from engine import readers
 from engine.files import make_folder, read_json, write_json
 from engine.intervals import student, t_quantile, wilson
 from engine.runs import settings_of

@@ -13,6 +13,7 @@ import torch
 
 import tokenizer
 from chat import stop_ids
+from data import first_folder
 from engine.decoding import lay_out_for_decoding
 from engine.files import read_text
 from engine.parallel import drop_gathered
@@ -70,7 +71,7 @@ def sample_of(model, device, data, seed):
     decoding step has shapes that training has not compiled. By top_k, since the sums of top_p have no deterministic
     form on a GPU, where --exact would raise an error.
     """
-    tok = tokenizer.load_for(data)
+    tok = tokenizer.load_for(first_folder(data))
     generator = torch.Generator(device).manual_seed(seed)
     model.eval()
     with torch.compiler.set_stance("force_eager"):

@@ -24,7 +24,7 @@ import torch
 
 import configurator
 from ademamix import build_optimizer, optimizer_step
-from data import TokenDataset, prefetch, started_stages
+from data import StagedDataset, TokenDataset, prefetch, started_stages
 from engine.checks import check_settings, check_vocabulary
 from engine.clock import DecayClock, plan_state
 from engine.parallel import Ranks, check_finite, distribute, drop_gathered, orderly_exit, reduce_step, split_batch
@@ -287,7 +287,6 @@ def open_data(model_shape):
     """The training data, with Goldfish, and the validation data, in which every predictable token counts."""
     goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope
     if stage:
-        from stages import StagedDataset  # here, since runs without stages do not need it
         train_data = StagedDataset(data, stages, model_shape.block_size, *goldfish, stage=stage.removeprefix("all"))
     else:
         train_data = TokenDataset(data, "train", model_shape.block_size, seed, *goldfish)

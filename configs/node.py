@@ -8,10 +8,9 @@
 #         --max_bytes=60e9 --tokenizer=apertus --out=data/web
 #     python -m corpus.cluster "hf://datasets/bigcode/starcoderdata/python/*.parquet" \
 #         --text_field=content --max_bytes=20e9 --tokenizer=apertus --out=data/code
-#     python data.py data/edu data/web data/code --join=data/node
 #     torchrun --standalone --nproc_per_node=8 train.py configs/node.py --resume
 out = "out/node"
-data = "data/node"
+data = "data/edu,data/web,data/code"   # mixed by their sizes
 
 block_size = 4096
 n_layer = 16

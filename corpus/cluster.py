@@ -46,7 +46,7 @@ def main(requested):
     if min(tasks, parts) < 1 or prepare.remove or prepare.dry_run:
         raise ValueError("want --tasks and --parts of 1 or more, and neither --remove nor --dry_run")
     config, began, last = prepare.configuration(requested), time.time(), None
-    with building(config.out, prepare.inputs(config), joined=False) as (final, tmp):
+    with building(config.out, prepare.inputs(config)) as (final, tmp):
         prepare.start_work(config, tmp / "work", began)
         for name in stages.STAGES:
             last = executor_of(name, final, tmp, last)
@@ -90,4 +90,4 @@ def executor_of(name, final, tmp, previous):
 
 
 if __name__ == "__main__":
-    run(main, vars(prepare), globals())
+    run(main, globals(), vars(prepare))

@@ -22,7 +22,7 @@ from itertools import chain, islice
 import numpy as np
 import regex
 
-from engine.readers import rows_of
+from corpus.readers import rows_of
 
 # Only this many characters at the start of a document count for near-duplicates.
 LONG = 1_000_000

@@ -1,7 +1,7 @@
 """
-Replace a data folder as a whole: the new one is made in OUT.tmp, flushed to disk, and renamed.
+The data folder OUT is replaced as a whole: the new one is made in OUT.tmp, and renamed when it is complete.
 
-The old folder stays until the new one is complete. A folder with files that prepare.py did not write is not replaced.
+A folder with files that prepare.py did not write is not replaced.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from corpus.shards import shards_of
-from engine.files import flush, lock, read_json
+from engine.files import lock, read_json, replace_folder, restore_folder
 
 LOCK = ".prepare.lock"
 # The last three were written by older versions of prepare.py, whose folders may be replaced too.
@@ -21,28 +21,25 @@ WRITTEN = {
 
 
 @contextlib.contextmanager
-def building(out, inputs, joined=None):
+def building(out, inputs):
     """
     Context manager that locks a data folder for this process. Yields (final, tmp): the folder with links resolved, and
     OUT.tmp, where work/ and data/ are made. After a user's mistake a tmp that is new is removed; after a full disk it
     stays, to resume from.
 
-    inputs: paths that are read. joined: must the old folder be a result of data.py --join (True), must it not be one
-    (False), or may it be either (None)? ValueError, with nothing written, if files of the user would be lost or
-    another process is writing there.
+    inputs: paths that are read. ValueError, with nothing written, if files of the user would be lost or another process
+    is writing there.
     """
     final = Path(os.path.realpath(out))
     tmp = Path(f"{final}.tmp")
-    check_replaceable(out, final, tmp, inputs, joined)
+    check_replaceable(out, final, tmp, inputs)
     tmp.mkdir(parents=True, exist_ok=True)
     with lock(tmp / LOCK, "wait for it, or choose another folder") as file:
         # Workers inherit the open file: they close it, or they would hold the lock after the main process has died.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=file.close)
         resumes = (tmp / "work").exists()
-        # An earlier run was killed between the two renames of publish(): restore the old folder.
-        if (tmp / "old").is_dir() and not final.exists():
-            os.rename(tmp / "old", final)
+        restore_folder(final, tmp / "old")
         try:
             yield final, tmp
         except (ValueError, ImportError, FileNotFoundError, IsADirectoryError, BrokenPipeError):
@@ -53,7 +50,7 @@ def building(out, inputs, joined=None):
             raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
 
 
-def check_replaceable(out, final, tmp, inputs, joined):
+def check_replaceable(out, final, tmp, inputs):
     """ValueError if `final` cannot be made or replaced without touching files of the user."""
     for path in inputs:
         real = Path(os.path.realpath(path))
@@ -65,22 +62,21 @@ def check_replaceable(out, final, tmp, inputs, joined):
         raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
     if os.path.lexists(tmp) and not (tmp.is_dir() and (LOCK in os.listdir(tmp) or not os.listdir(tmp))):
         raise ValueError(f"{tmp} exists and prepare.py did not write it: move it, or choose another folder")
-    foreign = foreign_entry(final, joined)
+    foreign = foreign_entry(final)
     if foreign:
         raise ValueError(f"{out} holds {foreign}, which prepare.py did not write: choose another folder, or an empty "
                          "one")
 
 
-def foreign_entry(folder, joined):
-    """The name of something in a folder that prepare.py (or data.py --join) did not write there, or None."""
+def foreign_entry(folder):
+    """The name of something in a folder that prepare.py did not write there, or None."""
     if not folder.is_dir():
         return folder.name if os.path.lexists(folder) else None
     entries, written = sorted(os.listdir(folder)), set()
     # A damaged or missing meta.json makes every file a foreign one.
     with contextlib.suppress(Exception):
         shards = {shard["file"] for shard in shards_of(read_json(folder / "meta.json"))}
-        # The shards of a joined folder are in other folders.
-        if "report.json" in entries and joined in (None, any(map(os.path.dirname, shards))):
+        if "report.json" in entries:
             written = WRITTEN | shards
     return next((name for name in entries if name not in written), None)
 
@@ -91,24 +87,12 @@ def publish(final, tmp):
 
     OSError, with `final` unchanged, if a file of the user has appeared in it since building().
     """
-    data, old = tmp / "data", tmp / "old"
-    foreign = foreign_entry(final, None)
+    foreign = foreign_entry(final)
     if foreign:
         raise OSError(f"{final}/{foreign} has appeared: move it")
-    for path in (*data.iterdir(), data):
-        flush(path)
     # Work without a plan is not resumed: after a kill from here on, the same command starts anew.
     (tmp / "work" / "plan.json").unlink(missing_ok=True)
-    if final.is_dir():
-        os.rename(final, old)
-    try:
-        os.rename(data, final)
-    except BaseException:
-        if old.is_dir():
-            os.rename(old, final)
-        raise
-    flush(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(final, tmp / "data", tmp / "old")
 
 
 def empty(tmp):

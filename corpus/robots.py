@@ -50,7 +50,7 @@ from operator import itemgetter
 from pathlib import Path
 from urllib.parse import quote, unquote, unquote_to_bytes
 
-from engine.readers import rows_of
+from corpus.readers import rows_of
 
 paths = []             # URLs to check
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet

@@ -35,26 +35,14 @@ from pyarrow.parquet import ParquetFile, read_table, write_table
 import tokenizer as tokenizers
 from configurator import ROOT
 from corpus import dedup, ledger
-from corpus.audit import verify
 from corpus.folder import publish
-from corpus.language import detect
 from corpus.pii import TAGS, scrub_pii
-from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
-from corpus.rules import (
-    TOXICITY,
-    as_number,
-    beyond,
-    broken,
-    by_language,
-    limits_of,
-    listed,
-    score_function,
-    top_thresholds,
-)
+from corpus.readers import check, documents, id_hash, rows_of, writable
+from corpus.report import hosts_of, verify, write_report
+from corpus.robots import AGENTS, COLUMNS, blocked_domains, open_reservations, open_robots, refusal
+from corpus.rules import TOXICITY, as_number, broken, by_language, listed, top_thresholds
 from corpus.shards import dtype_of, safe, write_shard, write_tokens
-from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json, sha256, write_json
-from engine.readers import check, documents, id_hash, rows_of, writable
 
 # Bytes of text in a group, and in a bucket.
 GROUP, BUCKET = 4 << 20, 16 << 20
@@ -68,9 +56,8 @@ PLACE = ("group", "offset", "written", "id_hash")
 # of its source, + 1 for validation.
 DOCUMENT = [("row", "i8"), ("group", "i4"), ("offset", "i8"), ("written", "i8"), ("id_hash", "u8"), ("stream", "i4")]
 SPLITS = ("train", "val")
-# The group of rows that did not come in: planted passages, and the end of a single document.
-EXTRA = -1
-NOTHING = dict.fromkeys(("bytes", "text", *TAGS), 0)
+# The group of the planted passages, which did not come in.
+PLANTED = -1
 
 
 class Work:
@@ -131,7 +118,7 @@ class Work:
     @cached_property
     def robots(self):
         """The arguments of robots.verdict(); None without a store of robots.txt and a list of domains."""
-        agents, no_star = AGENTS, self.plan.agents_no_star
+        agents = AGENTS
         if self.plan.agents:
             agents = [agent for agent, in rows_of(self.plan.agents, ("agent",), comments=True)]
         if not agents:
@@ -140,10 +127,9 @@ class Work:
             return None
         return dict(
             store=given(open_robots, self.plan.robots),
-            agents=[agent for agent in agents if agent != "*" or not no_star],
+            agents=agents,
             missing=self.plan.missing,
             blocked=given(blocked_domains, self.plan.blocked) or (),
-            explicit=no_star,
         )
 
     @cached_property
@@ -151,11 +137,9 @@ class Work:
         """The settings as functions and tables. ValueError for one that is not valid."""
         plan = self.plan
         top_thresholds([], plan.keep_top)                  # an error if keep_top is no share
-        limits_of(plan.heuristics, "eng_Latn")             # an error if there is no such rule
         below = TOXICITY if plan.max_value == "apertus" else by_language("max_value", plan.max_value)
         near = given(dedup.bands_of, plan.near_dedup) or (0, 0)
         return SimpleNamespace(
-            score=given(score_function, plan.score),
             robots=self.robots,
             reservations=given(open_reservations, plan.reservations),
             # sift() adds the thresholds of --score_field.
@@ -163,13 +147,8 @@ class Work:
                 broken,
                 licenses=listed(plan.keep_licenses),
                 languages=listed(plan.keep_languages),
-                min_chars=plan.min_chars,
-                max_chars=plan.max_chars,
                 below=plan.max_field and (plan.max_field, below),
-                rate=by_language("keep_rate", plan.keep_rate, True),
-                seed=plan.seed,
             ),
-            text=partial(beyond, plan.heuristics),
             near=near,
             # The columns of the keys for near-duplicates, one for each band.
             bands=[f"band {i}" for i in range(near[0])],
@@ -238,18 +217,13 @@ def check_files(number, work):
 
 
 def documents_of(number, work):
-    """Yield the documents of a group, with the defaults for missing columns."""
+    """Yield the documents of a group."""
     plan = work.plan
     columns = [*COLUMNS, plan.score_field, plan.max_field, plan.source_by]
-    defaults = dict(language=plan.default_language, license=plan.default_license)
     for file, part in work.groups[number]:
         for doc in documents(file, part, plan.text_field, columns):
-            if doc["text"] is not None:
-                if plan.detect_language and not doc.get("language"):
-                    doc["language"] = detect(doc["text"], plan.detect_language)
-                if work.rules.score:
-                    doc["score"] = work.rules.score(doc["text"])
-            yield doc | {name: value for name, value in defaults.items() if value and not doc.get(name)}
+            # The default corpus has a licence and a language for all of its files.
+            yield file.get("columns", {}) | doc
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -305,16 +279,11 @@ def batches(docs):
 
 def reason_alone(doc, work, columns):
     """Why the rules about single documents remove this one; "" if they do not. columns: broken() with its settings."""
-    text, rules = doc["text"], work.rules
-    if text is None:
-        if work.plan.strict:
-            raise ValueError(f"{doc['id']}: {doc['problem']} (--strict)")
+    if doc["text"] is None:
         return f"unreadable:{doc['problem']}"
-    if work.plan.strict and doc.get("url") and not host_key(doc["url"]):
-        raise ValueError(f"{doc['id']}: {doc['url']!r} is not a URL (--strict)")
-    if not text.strip():
+    if not doc["text"].strip():
         return "empty"
-    return refusal(doc, rules.robots, rules.reservations) or columns(doc) or rules.text(doc) or ""
+    return refusal(doc, work.rules.robots, work.rules.reservations) or columns(doc) or ""
 
 
 def compare_words(docs, rules):
@@ -358,8 +327,8 @@ def row_of(doc, f, work):
 
 
 def without_personal_data(doc, plan):
-    """(text, {tag: number of replacements}) of a document. Code keeps its addresses unless --pii_in_code."""
-    if not plan.pii or doc.get("language") == "code" and not plan.pii_in_code:
+    """(text, {tag: number of replacements}) of a document. Code keeps its addresses, as in Apertus."""
+    if not plan.pii or doc.get("language") == "code":
         return doc["text"], {}
     return scrub_pii(doc["text"])
 
@@ -397,26 +366,18 @@ def table_of(rows, work):
 
 def find_duplicates(work, n):
     """
-    Find duplicates among the first n groups, and duplicates and withdrawn documents of --known. Returns the rows of
-    these groups, a table with the columns that are needed here, and their reasons, an object array.
+    Find duplicates among the first n groups. Returns the rows of these groups, a table with the columns that are needed
+    here, and their reasons, an object array.
 
     Memory: about 180 bytes per document, 230 with near-duplicates.
     """
-    rows = read(["reason", "source", "text", *PLACE, *["id", "url"] * bool(work.plan.known)], work, n)
+    rows = read(["reason", "source", "text", *PLACE], work, n)
     reason, text = rows["reason"].to_numpy(), rows["text"].to_numpy()
     # If the corpus had a copy of a planted passage, training would see it more often than planned.
-    earlier = np.array([dedup.fingerprint(passage["text"]) for passage in work.passages], np.uint64)
-    if work.plan.known:
-        known = pyarrow.concat_tables(ledger.ledger(work.plan.known, ["text", "reason"]))
-        withdrawn = withdrawn_entries(work.plan.known)
-        earlier = np.append(earlier, known.filter(pc.field("reason") == "")["text"])
-        # Most folders have no withdrawn documents, and a dict for each row would take five times the memory.
-        for i, row in enumerate(rows.select(["id", "url", "text"]).to_pylist() if withdrawn[0] else []):
-            reason[i] = reason[i] or reason_of(row, withdrawn)[0]
-    if work.plan.dedup:
-        reason[(reason == "") & np.isin(text, earlier)] = "duplicate"
-        left = np.flatnonzero(reason == "")
-        reason[np.delete(left, np.unique(text[left], return_index=True)[1])] = "duplicate"
+    planted = np.array([dedup.fingerprint(passage["text"]) for passage in work.passages], np.uint64)
+    reason[(reason == "") & np.isin(text, planted)] = "duplicate"
+    left = np.flatnonzero(reason == "")
+    reason[np.delete(left, np.unique(text[left], return_index=True)[1])] = "duplicate"
     if work.plan.near_dedup:
         left = np.flatnonzero(reason == "")
         keys = (read([band], work, n)[band].take(left).to_numpy() for band in work.rules.bands)
@@ -450,21 +411,19 @@ def judge(number, work):
     if not len(left):
         counts = ", ".join(f"{n:,} {name}" for name, n in Counter(reason).most_common(5))
         raise ValueError(f"no document is left ({counts or 'the files are empty'})")
-    copies, ends = planted(work), halve(work, *rows.take(left).to_pylist()) if len(left) == 1 else []
-    extra = table_of(ends + copies, work)
-    write_table(extra, sifted(work, EXTRA))
-    reason = np.append(reason, extra["reason"])
+    copies = table_of(planted_rows(work), work)
+    write_table(copies, sifted(work, PLANTED))
+    reason = np.append(reason, copies["reason"])
     kept = np.flatnonzero(reason == "")
-    rows = pyarrow.concat_tables(table.select(["source", "text", *PLACE]) for table in (rows, extra))
+    rows = pyarrow.concat_tables(table.select(["source", "text", *PLACE]) for table in (rows, copies))
     # Removed documents have sources too. The planted passages' source is the last.
-    sources = sorted(rows["source"].unique().to_pylist(), key=lambda name: (name == "probes" and any(copies), name))
+    sources = sorted(rows["source"].unique().to_pylist(), key=lambda name: (name == "probes" and len(copies) > 0, name))
     if work.plan.source_by not in ("", "file") and sources == ["none"]:
         raise ValueError(f"source_by={work.plan.source_by}: no document has such a column")
     rows = rows.take(kept)
     documents = np.zeros(len(kept), DOCUMENT)
     for name in PLACE:
         documents[name] = rows[name]
-    documents["written"][0] -= sum(row["written"] for row in ends)
     source = pc.index_in(rows["source"], pyarrow.array(sources)).to_numpy()
     documents["row"], documents["stream"] = kept, 2 * source + validation(rows, work)
     np.save(work.folder / "documents.npy", documents[np.lexsort((documents["id_hash"], documents["stream"]))])
@@ -473,28 +432,21 @@ def judge(number, work):
 
 
 def validation(rows, work):
-    """Whether a row is for validation, by the hash of its text or id: bool (n,). For a single document, its end is."""
-    hashes, whole = rows["id_hash" if work.plan.by_id else "text"].to_numpy(), rows["text"].to_numpy() != 0
-    if whole.sum() == 1:
-        return ~whole & (rows["group"].to_numpy() != EXTRA)
-    val, least = whole & (hashes / 2.0**64 < work.plan.val_share), hashes == hashes[whole].min()
-    # If no hash is below val_share, the document with the smallest hash is for validation, with its copies.
-    return val if val.any() or least[whole].all() else whole & least
+    """Whether a row is for validation, by the hash of its text or id: bool (n,). A single document is for training."""
+    hashes = rows["id_hash" if work.plan.by_id else "text"].to_numpy()
+    came_in = rows["group"].to_numpy() != PLANTED
+    if came_in.sum() == 1:
+        return np.zeros(len(rows), bool)
+    val = came_in & (hashes / 2.0**64 < work.plan.val_share)
+    # If no hash is below val_share, the document with the smallest one is for validation.
+    return val if val.any() else came_in & (hashes == hashes[came_in].min())
 
 
-def halve(work, place):
-    """Cut the only kept document after a line break or a space. Returns [row of its end], or [] if it has neither."""
-    begin, size, path = place["offset"], place["written"], sifted(work, place["group"])
-    rows = read_table(path, filters=[("reason", "=", ""), ("offset", "=", begin)]).to_pylist()
-    end = path.with_suffix(".text").read_bytes()[begin + int(size * (1 - work.plan.val_share)):begin + size]
-    end = end.partition(b"\n")[2] or end.partition(b" ")[2]
-    return [rows[0] | NOTHING | dict(offset=begin + size - len(end), written=len(end))] * bool(end)
-
-
-def planted(work):
+def planted_rows(work):
     """The rows of the planted copies. Each has its own place in the order of training, so that they are spread."""
-    rows, row = [], dict(NOTHING, source="probes", language="", license="", reason="", group=EXTRA)
-    with open(sifted(work, EXTRA).with_suffix(".text"), "wb") as f:
+    rows, row = [], dict(source="probes", language="", license="", reason="", group=PLANTED, bytes=0, text=0)
+    row |= dict.fromkeys(TAGS, 0)
+    with open(sifted(work, PLANTED).with_suffix(".text"), "wb") as f:
         for passage in work.passages:
             row = dict(row, id=passage["id"], offset=f.tell(), written=f.write(passage["text"].encode()))
             rows += [dict(row, id_hash=id_hash(f"{row['id']}#{k}")) for k in range(passage["repetitions"])]
@@ -577,9 +529,9 @@ def account(number, work):
             raise ValueError(f"{path} has changed while it was read: run the command again")
     tok, name = work.tok, work.tok.name
     ledger.write_ledger(work.data / ledger.FILE, ledger_tables(work))
-    streams = {source: {split: [] for split in SPLITS} for source in work.result("judge")["sources"]}
+    shards = {source: {split: [] for split in SPLITS} for source in work.result("judge")["sources"]}
     for shard, entry in zip(work.shards, work.results("cut")):
-        streams[shard["source"]][shard["split"]].append(entry)
+        shards[shard["source"]][shard["split"]].append(entry)
     if (work.data / "tokenizer.json").exists():
         name = "tokenizer.json"
     meta = dict(tokenizer=name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
@@ -587,12 +539,12 @@ def account(number, work):
         # studies/memorize.py reads it.
         passages = [dict(passage, ids=tok.encode(passage["text"])) for passage in work.passages]
         write_json(work.data / "probes.json", dict(tokenizer_hash=tok.hash, probes=passages))
-    ledger.write_report(work.data, meta, streams, facts_of(work, name))
+    write_report(work.data, meta, shards, provenance_of(work, name))
     if not work.plan.dry_run:
         verify(work.data)
 
 
-def facts_of(work, tokenizer):
+def provenance_of(work, tokenizer):
     """The part of the report about the run, its files and its settings. tokenizer: the name of the vocabulary."""
     plan, robots = work.plan, work.robots
     commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
@@ -607,14 +559,14 @@ def facts_of(work, tokenizer):
         inputs=described_inputs(work),
         ignored=plan.ignored,
         rule=f"A document is for validation where 64 bits of the {hashed} over 2^64 are below {plan.val_share}; if "
-        "none is, the one with the least; of a single document its end.",
-        pii=dict(scrubbed=plan.pii, in_code=plan.pii_in_code),
+        "none is, the one with the least. A single document is for training.",
+        pii=dict(scrubbed=plan.pii),
         probes=dict(
             file=plan.probes, passages=len(work.passages), repetitions=plan.repetitions,
             documents=sum(passage["repetitions"] for passage in work.passages)) if work.passages else None,
         robots=robots and dict(
             store=plan.robots or plan.blocked, agents=robots["agents"], missing=plan.missing,
-            only_explicit=plan.agents_no_star, **ledger.opt_outs(work.data, robots["store"])),
+            **hosts_of(work.data, robots["store"])),
     )
 
 
@@ -643,7 +595,7 @@ def ledger_tables(work):
     place = np.full(len(reasons), -1)
     place[documents["row"]] = np.arange(len(documents))
     done = 0
-    for number in [*range(work.result("judge")["groups"]), EXTRA]:
+    for number in [*range(work.result("judge")["groups"]), PLANTED]:
         rows = read_table(sifted(work, number))
         places = place[done:done + len(rows)]
         kept = where.take(pyarrow.array(places, mask=places < 0))

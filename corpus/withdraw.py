@@ -8,8 +8,8 @@ Delete documents from a data folder: prepare.py --remove=FILE --out=FOLDER.
                  entries are removed
 
 The new folder is made in OUT.tmp, checked, and renamed: after a kill at any moment the old or the new one is intact.
-Windows are numbered anew, so train.py does not resume a run that has read the old data. With --known=FOLDER, new files
-do not bring a withdrawn document back.
+Windows are numbered anew, so train.py does not resume a run that has read the old data. prepare.py does not build the
+folder again, since its files may bring the documents back.
 """
 
 import os
@@ -19,13 +19,13 @@ import time
 
 import numpy as np
 
-from corpus.audit import verify
+from corpus import readers
 from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish
-from corpus.ledger import FILE, added, changed, counted, rows_of, write_ledger, write_report
+from corpus.ledger import FILE, changed, rows_of, write_ledger
+from corpus.report import added, counted, verify, write_report
 from corpus.robots import host_key, open_robots, refusal
 from corpus.shards import shards_of, write_shard
-from engine import readers
 
 
 def withdraw(path, out, final, tmp):
@@ -38,7 +38,7 @@ def withdraw(path, out, final, tmp):
     """
     meta, report = verify(final)
     if any(os.path.dirname(shard["file"]) for shard in shards_of(meta)):
-        raise ValueError(f"{out} was joined from other folders: remove from these, and join them again")
+        raise ValueError(f"{out} was joined from other folders: remove from these, and train on them: --data=A,B")
     rows, unknown = choose(final, out, read_list(path, report["robots"]))
     if not rows:
         raise ValueError(f"{path}: {unknown or f'none of it is in {out}'}. Nothing was removed")
@@ -71,13 +71,15 @@ def read_list(path, robots):
     """
     if os.path.isdir(path):
         entries, store = set(), open_robots(path)
-    elif readers.kind_of(path) in (None, "text", "html"):
+    elif readers.kind_of(path) in (None, "text"):
         entries, store = entries_of_lines(path), None
     else:
         entries, store = entries_of_rows(path)
-    verdict = blocking(entries)
+    verdict = dict(blocked={bare(value) for key, value in entries if key == "host"})
     if store and robots:
-        verdict |= dict(agents=robots["agents"], missing=robots["missing"], explicit=robots["only_explicit"])
+        # Older folders may have counted only the rules that name an agent.
+        explicit = robots.get("only_explicit", False)
+        verdict |= dict(agents=robots["agents"], missing=robots["missing"], explicit=explicit)
     return entries, dict(verdict, store=store)
 
 
@@ -105,29 +107,14 @@ def entries_of_rows(path):
     return entries, None
 
 
-def blocking(entries):
-    """The arguments of robots.verdict() that block the hosts among the entries."""
-    return dict(blocked={bare(value) for key, value in entries if key == "host"})
-
-
 def bare(host):
     """A host as robots.verdict() compares it, without www."""
     return (host_key(f"//{host}") or host).removeprefix("www.")
 
 
-def withdrawn_entries(folder):
-    """The withdrawn documents of a data folder, for reason_of(): new files must not bring them back."""
-    entries = set()
-    for row in rows_of(folder, ["id", "url", "text", "reason", "withdrawn"]):
-        if row["withdrawn"]:
-            matched = row["reason"].split(":")[1]
-            row["host"] = host_key(row["url"])
-            entries |= {(key, row[key]) for key in {"text", "url", matched} & row.keys() if row[key]}
-    for row in rows_of(folder, ["url", "reason"]) if entries else ():
-        # Other documents of the same URL may stay: parts of a page, or of a data set.
-        if not row["reason"]:
-            entries.discard(("url", row["url"]))
-    return entries, blocking(entries)
+def has_withdrawn(folder):
+    """Whether documents were withdrawn from a data folder."""
+    return any(row["withdrawn"] for row in rows_of(folder, ["withdrawn"]))
 
 
 def reason_of(row, removals):

@@ -8,6 +8,8 @@ Files that are whole or absent, whatever happens to the process or to the power.
     sha256           shows later whether a bit has flipped
     read_json        the object in a JSON file, or an error of one line
     read_text        the text in a UTF-8 file, or an error of one line
+    in_one_line      any error about a file as an error of one line
+    replace_folder   a new folder takes the name of an old one
 
 This file imports only the standard library, so that data workers and --help do not wait for torch.
 """
@@ -16,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 
 
 def sha256(path):
@@ -59,6 +62,24 @@ def read_text(path):
             return f.read()
     except UnicodeDecodeError as e:
         raise ValueError(f"{path}: byte {e.start} is not UTF-8; want a text file (iconv -t utf-8 converts)") from None
+
+
+@contextlib.contextmanager
+def in_one_line(path, *passed):
+    """
+    Raise an error about a file as a ValueError of one line. The errors of the libraries share no class. passed: classes
+    of errors that stay as they are.
+    """
+    try:
+        yield
+    except (FileNotFoundError, ModuleNotFoundError, *passed):
+        raise
+    except Exception as error:
+        # Our own errors are one line already.
+        if str(error).startswith(path):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"{path}: damaged, or not what its name says, or out of reach ({reason})") from None
 
 
 def write_flushed(path, content, shared=False):
@@ -128,3 +149,30 @@ def lock(path, advice):
     except (ImportError, OSError) as e:
         print(f"{path}: no locks here ({e}): make sure that no other process writes there")
     return file
+
+
+def replace_folder(folder, new, old):
+    """
+    Rename the folder `new` to `folder`. What is there already is called `old` in between, and removed last.
+
+    After a kill between the two renames restore_folder() puts the old folder back. OSError: `folder` is as it was.
+    """
+    for name in os.listdir(new):
+        flush(os.path.join(new, name))
+    flush(new)
+    if os.path.isdir(folder):
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+    try:
+        os.rename(new, folder)
+    except BaseException:
+        restore_folder(folder, old)
+        raise
+    flush(os.path.dirname(folder))
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(folder, old):
+    """Undo a replacement of `folder` that was killed between its two renames."""
+    if os.path.isdir(old) and not os.path.lexists(folder):
+        os.rename(old, folder)

@@ -19,8 +19,9 @@ import os
 import numpy as np
 
 from chat import FORMS, describe_dropped, learnable
+from corpus import readers
 from data import Stream
-from engine import checkpoint, readers
+from engine import checkpoint
 from engine.files import sha256_of, write_flushed
 from posttrain import common
 

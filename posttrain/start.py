@@ -7,7 +7,7 @@ The start model of a run, and adapters next to its weights: for train.py --init_
 import torch
 
 import convert
-from data import read_meta
+from data import first_folder, read_meta
 from engine import restore
 from model import Apertus
 from posttrain import lora
@@ -39,7 +39,7 @@ def start_with(name, shape, requested, data):
 
 def check_same_vocabulary(tok, data, name):
     """ValueError if a data folder was made with another tokenizer than `tok`, that of the model `name`."""
-    if load_for(data).hash != tok.hash:
+    if load_for(first_folder(data)).hash != tok.hash:
         raise ValueError(f"{data} was made with another vocabulary than that of {name}: prepare the data with "
                          f"the model's, python convert.py --load={name} --save=vocabulary.json and "
                          "python prepare.py TEXTS --tokenizer=vocabulary.json")

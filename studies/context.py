@@ -25,7 +25,7 @@ import numpy as np
 
 import convert
 from configurator import run
-from engine import readers
+from corpus import readers
 from engine.runs import settings_of
 from evaluate import bits_row, text_bytes, text_ids, token_nats, validation_documents
 from studies import kit

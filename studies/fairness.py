@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import run
-from engine import readers
+from corpus import readers
 from engine.files import read_text
 from tokenizer import load
 

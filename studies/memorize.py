@@ -46,8 +46,8 @@ from tqdm import tqdm
 import convert
 import tokenizer as tokenizers
 from configurator import run
+from corpus import readers
 from corpus.shards import write_shard
-from engine import readers
 from engine.files import read_json, read_text, sha256_of
 from engine.hardware import pick_device
 from generate import generate

@@ -65,7 +65,7 @@ def script(name, *args, stdin="", pictures=False):
     from engine import plot
 
     # A new process would import these modules anew: a script sets the settings in them.
-    for configured in ("train", "prepare", "corpus.join"):
+    for configured in ("train", "prepare"):
         package, _, leaf = configured.rpartition(".")
         sys.modules.pop(configured, None)
         vars(sys.modules.get(package, types)).pop(leaf, None)

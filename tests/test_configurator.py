@@ -32,6 +32,9 @@ if __name__ == "__main__":
     run(main, globals(), vars(shape))
 '''
 SHAPE = '''"""More settings for the script."""
+# no heading, since no setting follows
+
+# the adapters
 rank = 0             # of adapters
 '''
 
@@ -147,6 +150,14 @@ def test_a_flag_sets_its_setting_in_every_namespace_that_has_it():
     assert (script, other) == (dict(lr=3.0, out="a"), dict(lr=3.0, rank=6))
 
 
+def test_a_script_that_builds_on_another_has_its_paths_and_its_table_of_removed_settings():
+    script, other = dict(lr=1.0), dict(paths=["a"], REMOVED=dict(slow="use --lr"))
+    configure(script, ["b", "c"], other)
+    assert script == dict(lr=1.0) and other["paths"] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="^--slow was removed: use --lr$"):
+        configure(script, ["--slow"], other)
+
+
 # -----------------------------------------------------------------------------
 # run
 
@@ -179,7 +190,7 @@ def test_a_script_runs_with_its_flags_and_says_its_errors_in_one_line_with_code_
     assert code == 1 and said.startswith("Traceback") and said.endswith("ValueError: a bug\n")
 
 
-def test_help_is_the_docstring_and_a_line_for_each_setting(call):
+def test_help_is_the_docstring_the_headings_and_a_line_for_each_setting(call):
     code, shown, _ = call("--steps=3", "--help")
     assert code == 0 and shown == call("-h")[1]
     assert [" ".join(line.split()) for line in shown.splitlines()] == [
@@ -188,6 +199,7 @@ def test_help_is_the_docstring_and_a_line_for_each_setting(call):
         "settings:",
         "--lr=0.1 how fast",
         "--steps=10 how long",
+        "the adapters",
         "--rank=0 of adapters",
     ]
 

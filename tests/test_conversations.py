@@ -13,7 +13,7 @@ from tiny import write_rows
 
 import chat
 import tokenizer
-from engine import readers
+from corpus import readers
 from engine.parallel import Ranks
 from posttrain import common, conversations
 

@@ -1,4 +1,4 @@
-"""data.py and stages.py against loops over the tokens, a cipher in Python's integers, and Apertus' published tables."""
+"""data.py against loops over the tokens, a cipher in Python's integers, and Apertus' published tables."""
 
 import hashlib
 import os
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import script, table
+from lab import run
 from tiny import GOLDEN
 from trained import corpus
 
 from configurator import config_file, read_config
-from data import TokenDataset, fingerprint, mapped, permute, read_meta, started_stages
+from data import StagedDataset, TokenDataset, fingerprint, mapped, permute, read_meta, started_stages
 from engine.files import read_json
 from goldfish import goldfish_mask
 from schedule import Plan, wsd
-from stages import StagedDataset
 
 A, B = "a.jsonl", "b.jsonl"
 BOS, EOS = 1, 2
@@ -167,6 +167,57 @@ def test_bits_per_byte_are_over_all_sources_that_are_read(folder):
 
 
 # -----------------------------------------------------------------------------
+# Several folders
+
+
+@pytest.fixture(scope="module")
+def apart(folder, tmp_path_factory):
+    """The sources A and B, each in a folder of its own."""
+    root = tmp_path_factory.mktemp("apart")
+    for name in "ab":
+        flags = f"--source_by=file --tokenizer=byte --val_share=0.2 --shard_tokens=700 --out={root}/{name}"
+        run("prepare.py", f"{os.path.dirname(folder)}/{name}.jsonl", *flags.split())
+    return f"{root}/a", f"{root}/b"
+
+
+FORMS = {"{0},{1}": None, "{{{0}: 1, {1}: 6}}": {A: 1, B: 6}, "{{'{1}':0.5,\"{0}\":.25}}": {B: 0.5, A: 0.25}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_several_folders_are_read_like_one_with_the_sources_of_all(folder, apart, form, split):
+    """By size or by weights. Validation text is always read by size, since each text counts once."""
+    sources = FORMS[form] if split == "train" else None
+    goldfish = 4, 13, "product", "stream"
+    ours = TokenDataset(form.format(*apart), split, 16, 28, *goldfish)
+    want = TokenDataset(folder, split, 16, 28, *goldfish, sources=sources or sorted((A, B), reverse="{1}'" in form))
+    assert (ours.n_tokens, ours.n_windows) == (want.n_tokens, want.n_windows)
+    assert ours.bits_per_byte(1.0) == want.bits_per_byte(1.0)
+    for ours_of, of in zip(ours.batch(990, 100), want.batch(990, 100)):
+        assert ours_of.equal(of)
+
+
+def test_stages_name_the_sources_of_all_folders(folder, apart, tmp_path):
+    """Of two sources with one name the second is called FOLDER/SOURCE."""
+    staged = StagedDataset(",".join(apart), TABLE, 16)
+    assert all(map(torch.equal, staged.batch(35, 80), StagedDataset(folder, TABLE, 16).batch(35, 80)))
+    shutil.copytree(apart[0], tmp_path / "again")
+    twice = TokenDataset(f"{apart[0]},{tmp_path}/again", "train", 16, sources=[f"again/{A}"])
+    assert twice.batch(0, 9).idx.equal(TokenDataset(apart[0], "train", 16).batch(0, 9).idx)
+
+
+def test_the_fingerprint_of_several_folders_is_that_of_their_texts_order_and_weights(apart, tmp_path):
+    """Not of the places where they are. A document that is removed from one of them changes it."""
+    moved = tuple(shutil.copytree(path, tmp_path / os.path.basename(path)) for path in apart)
+    hashes = [TokenDataset(form.format(*moved), "train", 16).fingerprint for form in ("{1},{0}", *FORMS)]
+    assert hashes[1:] == [TokenDataset(form.format(*apart), "train", 16).fingerprint for form in FORMS]
+    assert len(set(hashes)) == 4
+    (tmp_path / "list").write_text("b.jsonl:3\n")
+    run("prepare.py", f"--remove={tmp_path}/list", f"--out={moved[1]}")
+    assert TokenDataset(",".join(map(str, moved)), "train", 16).fingerprint not in hashes
+
+
+# -----------------------------------------------------------------------------
 # Files
 
 
@@ -272,3 +323,9 @@ def test_the_command_shows_the_sources_and_a_window_of_them(lab):
     done = script("data.py", f"{lab}/data", f"--block_size={source['tokens'] - 1}")
     assert f"{source['documents']:8,} documents {source['tokens']:14,} tokens" in done.stdout
     assert f"the first of seed 28 has {source['documents']} documents:\n\n<s>" in done.stdout
+
+
+def test_the_command_shows_several_folders_as_one(apart):
+    shown = script("data.py", *apart).stdout
+    n = TokenDataset(",".join(apart), "train", 256).n_windows
+    assert "a.jsonl " in shown and "b.jsonl " in shown and f"{n:,} windows of 256" in shown

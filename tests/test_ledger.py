@@ -1,5 +1,5 @@
 """
-The ledger of a data folder: corpus.audit checks and searches it, data.py joins it, prepare.py --remove changes it.
+The ledger of a data folder: corpus.audit checks and searches it, prepare.py --remove changes it.
 
 golden/reports: small corpora, and their reports, which commit 58a600a wrote first.
 """
@@ -15,12 +15,13 @@ from corpora import fill, kept, ledger, put, refuse, report, rows, streams, text
 from lab import run
 from test_checkpoint import full
 
-from corpus import withdraw
-from corpus.ledger import FILE, changed, markdown, write_ledger
+from corpus.ledger import FILE, changed, write_ledger
+from corpus.report import markdown
 from data import TokenDataset
+from engine.files import sha256
 
 # Shards are shorter than a document; the vocabulary is bytes, in a file; no robots.txt names the hosts.
-FLAGS = f"""--source_by=lang --shard_tokens=250 --val_share=0.2 --tokenizer= --train_bpe=320 --agents_no_star
+FLAGS = f"""--source_by=lang --shard_tokens=250 --val_share=0.2 --tokenizer= --train_bpe=320
     --robots={ROOT}/tests/golden/reports/b.robots.jsonl --probes={ROOT}/tests/golden/reports/probes
     --repetitions=(0,3)""".split()
 
@@ -48,23 +49,22 @@ def ask(folder, *args):
 
 ARGUMENTS = dict(
     a="DIR/in --keep_licenses=cc0,mit --robots=DIR/a.robots.jsonl --probes=DIR/probes --repetitions=(0,3) "
-    "--min_chars=200 --val_share=0.2",
+    "--val_share=0.2",
     b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --missing=deny --pii=False",
-    c="DIR/b.jsonl --pii_in_code",
+    c="DIR/b.jsonl",
 )
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Data folders: a has every part of a report, b unknown hosts, c no robots.txt; d joins all three."""
+    """Data folders: a has every part of a report, b unknown hosts, c no robots.txt."""
     root = shutil.copytree(f"{ROOT}/tests/golden/reports", tmp_path_factory.mktemp("reports") / "reports")
     for name, args in ARGUMENTS.items():
         fill(root / name, "--tokenizer=apertus:4096", *args.replace("DIR", str(root)).split())
-    run("data.py", *(root / name for name in "abc"), f"--join={root}/d")
     return root
 
 
-@pytest.mark.parametrize("name", "abcd")
+@pytest.mark.parametrize("name", "abc")
 def test_a_report_reads_as_before(reports, name):
     page = (reports / name / "report.md").read_text()
     assert page.replace(str(reports), "DIR") == (reports / f"{name}.md").read_text()
@@ -117,7 +117,8 @@ def test_the_check_sees_what_is_not_as_it_was_written(data, name, old, new, says
 )
 def test_the_check_counts_the_documents_in_the_shards(data, monkeypatch, column, value, says):
     """One row of the ledger is wrong, although its hash is the one in the report."""
-    monkeypatch.setattr("corpus.ledger.sha256", lambda path: report(data)["outputs"]["ledger"])
+    recorded = report(data)["outputs"]["ledger"]
+    monkeypatch.setattr("corpus.report.sha256", lambda path: recorded if path.endswith(FILE) else sha256(path))
     wrong = changed(data, lambda row: row["id"] == "in.jsonl:d7" and row.update({column: value}))
     write_ledger(data / "new", wrong)
     (data / "new").replace(data / FILE)
@@ -154,11 +155,38 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path)
         assert ("for validation" if row["split"] == "val" else want) in said
 
 
+def test_a_run_on_several_folders_answers_for_each_of_them(lab, data, tmp_path):
+    """The record of a run of 10 steps of 8 windows of 257 tokens, as train.py --data=A,B would write it."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(lab / "data", first)
+    fill(second, write_lines(tmp_path / "in.jsonl", rows(9)))
+    read = shutil.copytree(lab / "pretrained", tmp_path / "run")
+    config = json.loads((read / "config.json").read_text())
+    both = TokenDataset(f"{first},{second}", "train", 256)
+    config["nanoapertus"].update(data=f"{first},{second}", data_hash=both.fingerprint)
+    (read / "config.json").write_text(json.dumps(config))
+    tokens = [streams(first)["data", "train"], streams(second)["second", "train"]]
+    idx, targets, *_ = both.batch(0, 80)
+    windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1).astype(np.uint16)
+    places = np.array([np.hstack(tokens).tobytes().find(window.tobytes()) // 2 for window in windows])
+    for folder, begin in ((first, 0), (second, len(tokens[0]))):
+        for row in kept(folder):
+            at = begin + row["offset"]
+            steps = sorted(set(np.flatnonzero((at - 257 < places) & (places < at + row["tokens"])) // 8))
+            if row["split"] == "train" and steps:
+                break
+        said = ask(folder, f"--find={row['id']}", f"--when={read}")
+        assert f"read at {len(steps)} of the 10 steps of {read}: {steps[0]} (" in said
+    row = next(row for row in kept(data) if row["split"] == "train")
+    refuse("ask that folder", data, f"--find={row['id']}", f"--when={read}", name="corpus.audit")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # remove
 
 
-# Newer robots.txt files of hosts 5 and 6 (in new.jsonl host 6 names only *), and a list of documents and a host.
+# Newer robots.txt files of hosts 5 and 6 (in new.jsonl host 6 names only an agent that does not count), and a list of
+# documents and a host.
 ASKED = {
     "list.jsonl": f"""
 {{"id": "in.jsonl:d2"}}
@@ -168,7 +196,7 @@ ASKED = {
 """,
     "new.jsonl": r"""
 {"domain": "host5.example", "robots": "User-agent: GPTBot\nDisallow: /page"}
-{"domain": "host6.example", "robots": "User-agent: *\nDisallow: /page"}
+{"domain": "host6.example", "robots": "User-agent: Other\nDisallow: /page"}
 """,
     "robots/host6.example.txt": "User-agent: GPTBot\nDisallow: /page/6",
 }
@@ -188,29 +216,6 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     out = [row for row in ledger(data) if row["split"] is row["offset"] is None]
     assert [row["id"] for row in out] == [f"in.jsonl:{row['id']}" for row in gone]
     assert report(data)["total"]["tokens_removed_about"] == dict(withdrawn=sum(row["tokens"] for row in out))
-    # New files bring back no removed text or page, but other pages of a host whose robots.txt was read come in.
-    again = [row | new for new in (dict(url=""), dict(text="new")) for row in gone]
-    path = write_lines(tmp_path / "again.jsonl", [*again, *rows(5, 500)])
-    fill(tmp_path / "more", path, f"--known={data}")
-    assert [row["id"] for row in kept(tmp_path / "more")] == [f"again.jsonl:d{i}" for i in (501, 502, 503, 504)]
-    # A join with a folder that has removed documents is an error.
-    fill(tmp_path / "back", path)
-    refuse(
-        f"withdrawn from {data}: remove it there too",
-        tmp_path / "back",
-        data,
-        f"--join={tmp_path}/both",
-        name="data.py",
-    )
-    run("data.py", data, tmp_path / "more", f"--join={tmp_path}/both")
-
-
-def test_an_address_that_others_share_brings_no_one_back_and_keeps_no_one_out(monkeypatch):
-    """Two documents share a URL. The withdrawn one is kept out by its id and its text, not by the URL."""
-    gone = dict(id="a", url="http://h/p", text=1, reason="withdrawn:id", withdrawn="2026")
-    both = [gone, dict(gone, id="b", text=2, reason="", withdrawn=None)]
-    monkeypatch.setattr(withdraw, "rows_of", lambda *asked: map(dict, both))
-    assert withdraw.withdrawn_entries("")[0] == {("id", "a"), ("text", 1)}
 
 
 # Begins with a byte-order mark. One URL is of no document here; probe/1 is a planted passage, not a document.
@@ -249,26 +254,3 @@ def test_what_cannot_be_written_leaves_the_data_as_they_were(data, made, tmp_pat
     for asked in (f"--remove={tmp_path}/list", made / "in.jsonl"):
         refuse(says, asked, f"--out={data}")
         assert written(data) == before
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# join
-
-
-def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, tmp_path):
-    a, b, c, both = made / "data", tmp_path / "b", tmp_path / "c", tmp_path / "both"
-    fill(b, write_lines(tmp_path / "b.jsonl", rows(30, 50)), "--source_by=lang")
-    fill(c, write_lines(tmp_path / "c.jsonl", rows(4, 90)))
-    # Remains of a killed run.
-    put(tmp_path, {"both.tmp/.prepare.lock": "", "both.tmp/data/shard": ""})
-    run("data.py", a, b, f"--join={both}")
-    assert sorted(os.listdir(both)) == "documents.parquet meta.json report.json report.md tokenizer.json".split()
-    assert texts_of(both) == {split: some + texts_of(b)[split] for split, some in texts_of(a).items()}
-    assert "of source b/" in ask(both, "--find=b.jsonl:d77")
-    refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
-    # A join may replace a joined folder, but no other folder.
-    assert report(both)["robots"]["store"] == f"{ROOT}/tests/golden/reports/b.robots.jsonl none"
-    run("data.py", a, b, c, f"--join={both}/")
-    assert "94 documents in = 94 kept" in ask(both)
-    refuse("which prepare.py did not write", a, c, f"--join={b}", name="data.py")
-    refuse("is a part of another already", both, c, f"--join={b}2", name="data.py")

@@ -23,7 +23,9 @@ import tokenizer
 from configurator import settings
 from corpus import folder, stages
 from corpus.dedup import fingerprint
+from corpus.shards import write_tokens
 from data import read_meta
+from engine import files
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the files of the folder
@@ -63,10 +65,7 @@ def corpus(tmp_path_factory):
     texts |= {f"b.jsonl.gz:{row['id']}": row["text"] for row in every}
     # A file of an unknown kind that is named counts as an unreadable document.
     rules = f"{root}/in/scan.pdf --robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72"
-    rules += " --source_by=lang --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1"
-    # Texts labelled German have English words; detection does not change a given label.
-    rules += """ --detect_language=.9 --keep_languages=roh_Latn,deu_Latn,eng_Latn,und,code,0,a+b,a-b
-        --default_license=any --keep_licenses=cc0,mit,none,any,? --agents_no_star"""
+    rules += " --source_by=lang --max_tokens=510 --shard_tokens=30000 --val_share=.1"
     args = [root / "in", *rules.split()]
     fill(root / "out", *args)
     return root / "out", args, texts
@@ -85,7 +84,7 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
         sizes[kind] = np.add(sizes.get(kind, 0), (1, size)).tolist()
     assert [total["documents_in"], total["bytes_in"]] == np.sum([*sizes.values()], 0).tolist()
     assert [total["documents"], total["bytes"]] == sizes.pop("") and total["removed"] == sizes
-    assert sizes.keys() == set("unreadable empty robots rate contaminated duplicate near-duplicate".split())
+    assert sizes.keys() == set("unreadable empty robots tokens contaminated duplicate near-duplicate".split())
     # The first of equal, and of nearly equal, texts in the input stays.
     assert [found[f"a.jsonl:{name}"]["reason"] for name in ("one", "two", "near")] == [
         "",
@@ -171,26 +170,50 @@ def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writ
         assert key() != before
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
+def test_the_default_corpus_is_code_under_its_licence_split_by_a_hash_of_the_ids(tmp_path, monkeypatch):
+    """Without tests, tables and other files; addresses in code stay."""
+    names = [f"m{i}.py" for i in range(20)]
+    put(tmp_path / "lib", {name: f"# {name}: ask ann@example.org" for name in names})
+    put(tmp_path / "lib", {"test/a.py": "", "pkg/encodings/b.py": "", "c.txt": "", "bad.py": b"\xff"})
+    monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    fill(tmp_path / "out", "--val_share=0.3")
+    found = {row["id"]: row for row in ledger(tmp_path / "out")}
+    assert found.keys() == {*names, "bad.py"}
+    for name, row in found.items():
+        assert (row["language"], row["license"], row["email"]) == ("code", "PSF-2.0", 0)
+        first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < 0.3 * 2**64
+        assert row["split"] == (None if name == "bad.py" else "val" if first else "train")
+
+
+def test_files_of_the_user_go_to_a_folder_of_their_own(monkeypatch):
+    """Not to data/stdlib, unless the user says so."""
+    assert prepare.configuration([]).out == "data/stdlib"
+    monkeypatch.setattr(prepare, "paths", ["texts/"])
+    assert prepare.configuration(["tokenizer"]).out == "data/mine"
+    assert prepare.configuration(["out"]).out == "data/stdlib"
+    monkeypatch.setattr(prepare, "remove", "list")
+    assert prepare.configuration([]).out == "data/stdlib"
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
     file = write_lines(tmp_path / "in.jsonl", rows(9))
-    put(tmp_path, {"score.py": f"def score(text): return open('{file}', 'a').write(' ')"})
-    refuse("has changed", file, f"--score={tmp_path}/score.py", f"--out={tmp_path}/out")
+
+    def changing(*args):
+        file.write_text(file.read_text() + " ")
+        return write_tokens(*args)
+
+    monkeypatch.setattr(stages, "write_tokens", changing)
+    refuse("has changed", "--tokenizer=byte", file, f"--out={tmp_path}/out")
 
 
-def test_of_a_single_document_the_end_is_for_validation(tmp_path):
-    """The other documents are removed: one is in --known, one is a duplicate."""
-    known, one = text(5), text(4, 900).replace("\n", " ")
-    fill(tmp_path / "known", write_lines(tmp_path / "known.jsonl", [dict(text=known)]))
-    fill(
-        tmp_path / "out",
-        write_lines(tmp_path / "in.jsonl", [dict(text=some) for some in (f"{known}\n", one, one)]),
-        "--val_share=0.1",
-        "--near_dedup=0.72",
-        f"--known={tmp_path}/known",
-    )
-    (train,), (val,) = texts_of(tmp_path / "out").values()
-    assert train + val == one
-    assert len(val) / len(one) == pytest.approx(0.1, abs=0.02)
+def test_a_single_document_is_for_training_and_two_are_not(tmp_path):
+    """Its copy is removed. Whatever the hashes of two documents are, one of them is for validation."""
+    inputs = [write_lines(tmp_path / f"{n}.jsonl", [dict(text=text(i)) for i in range(n)] * 2) for n in (1, 2)]
+    shown = fill(tmp_path / "one", inputs[0], "--val_share=0.9")
+    assert "the only document is for training" in shown
+    assert texts_of(tmp_path / "one") == dict(train=[text(0)], val=[])
+    assert "only document" not in fill(tmp_path / "two", inputs[1], "--val_share=0")
+    assert sorted(map(len, texts_of(tmp_path / "two").values())) == [1, 1]
 
 
 def test_a_vocabulary_is_learnt_from_some_of_the_training_split_alone(tmp_path, monkeypatch):
@@ -232,8 +255,8 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
     """The first of 40 files has 4,942 bytes of text, the second 4,919: together exactly --max_bytes."""
     monkeypatch.setattr(stages, "GROUP", 11_000)
-    files = [write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i)) for i in range(40)]
-    fill(tmp_path / "out", *files, "--max_bytes=9861")
+    inputs = [write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i)) for i in range(40)]
+    fill(tmp_path / "out", *inputs, "--max_bytes=9861")
     assert len(kept(tmp_path / "out")) == 20
     assert {
         file["name"]
@@ -242,14 +265,12 @@ def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
     } == {"0.jsonl", "1.jsonl"}
 
 
-@pytest.mark.parametrize("how", ["--score_field=score", "--score=DIR/score.py"])
-def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each_language(tmp_path, how):
-    put(tmp_path, {"score.py": "def score(text): return float(text.split()[-1][:-1]) * 37 % 101"})
+def test_scores_choose_the_best_of_each_language(tmp_path):
     fill(
         tmp_path / "out",
         write_lines(tmp_path / "in.jsonl", [*rows(60), dict(text="nan.", lang="roh_Latn", score=float("nan"))]),
         "--keep_top=0.19",
-        how.replace("DIR", str(tmp_path)),
+        "--score_field=score",
     )
     want = set()
     for language in range(2):
@@ -314,7 +335,7 @@ os.rename = rename
 def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch):
     """A power cut may lose a name that was not flushed, so the last flush is of the folder that holds the data."""
     flushed = []
-    monkeypatch.setattr(folder, "flush", flushed.append)
+    monkeypatch.setattr(files, "flush", lambda path: flushed.append(str(path)))
     put(home, {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}})
     for at, asked in ((1, home / "texts"), (2, home / "texts"), (1, f"--remove={home}/list")):
         old = snapshot(home / "probes")
@@ -323,7 +344,7 @@ def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch)
         with folder.building(home / "probes", []):
             assert at == 2 or snapshot(home / "probes") == old
         fill(home / "probes", asked)
-        assert flushed[-1] == home
+        assert flushed[-1] == str(home)
     assert len(kept(home / "probes")) == 4
     refuse("has withdrawn documents", home / "texts", f"--out={home}/probes")
 

@@ -18,7 +18,7 @@ from trained import log
 import chat
 import convert
 from configurator import settings as settings_in
-from engine import readers
+from corpus import readers
 from engine.files import read_json
 from posttrain import common, losses, qrpo, references
 

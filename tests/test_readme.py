@@ -17,6 +17,7 @@ import pyarrow.json
 import pyarrow.parquet
 import pytest
 from conftest import ROOT, script
+from corpora import rows as rows_of_a_corpus, write_lines
 
 from engine.runs import settings_of
 
@@ -55,6 +56,13 @@ def small(lab, tmp_path, monkeypatch):
     robots = dict(domain="example.org", content="User-agent: GPTBot\nDisallow: /b")
     (tmp_path / "robots.jsonl").write_text(json.dumps(robots))
     (tmp_path / "opted_out.txt").write_text("pages.jsonl:0\n")
+    write_lines(tmp_path / "pages.jsonl", [row | dict(toxicity=0.5) for row in rows_of_a_corpus(60)])
+    ai_txt = dict(domain="example.org", file="ai.txt", content="User-agent: *\nDisallow: *.html")
+    (tmp_path / "reservations.jsonl").write_text(json.dumps(ai_txt))
+    (tmp_path / "agents.txt").write_text("GPTBot\nCCBot\n")
+    (tmp_path / "blocked.txt").write_text("example.com\n")
+    (tmp_path / "exam.txt").write_text("How many legs does a healthy spider have?\n")
+    (tmp_path / "letters.csv").write_bytes("body\nGr\xfc\xdfe\nBis bald\n".encode("latin-1"))
     chats = pyarrow.json.read_json(lab / "chats.jsonl")
     pyarrow.parquet.write_table(chats, tmp_path / "sharegpt.parquet")
     folders = dict(LAB=lab, NEW=tmp_path, ROOT=ROOT, PYTHON=sys.executable)
@@ -121,7 +129,7 @@ def test_the_loop_goes_through_the_four_long_context_stages(small, tmp_path):
 
 
 def test_every_local_file_that_a_page_names_exists():
-    examples = {"X.py", "test_X.py", "report.md", "reward.py", "FILE.py"}  # placeholders
+    examples = {"X.py", "test_X.py", "report.md", "reward.py", "FILE.py", "filter.py"}  # placeholders
     for page in PAGES:
         names = re.findall(r"`([\w/]+\.(?:py|md|txt|png))`|\]\(([\w/.]+\.\w+)\)|src=\"([^\"]+)\"", read(page))
         for name in {*map("".join, names)} - examples:

@@ -16,7 +16,7 @@ from tiny import GOLDEN
 import chat
 import convert
 import tokenizer
-from engine import readers
+from corpus import readers
 from engine.files import read_json, read_text
 from model import ApertusConfig
 from tokenizer import EXACT, PATTERN, hf_files, train_bpe

@@ -3,9 +3,10 @@
 # the 70B. Name one after the config of the size, and start from the weights of the stage before, with a fresh
 # optimizer:
 #
-#     python train.py configs/8b.py configs/long/8k.py --init_from=out/8b --data=data/long-8k --out=out/8b-8k
-#     python train.py configs/70b.py configs/long/8k_70b.py --init_from=out/70b --data=data/long-8k --out=out/70b-8k
-#     python data.py data/stage5 data/fineweb-long data/books --join=data/long-8k        # what --stage=8k reads
+#     python train.py configs/8b.py configs/long/8k.py --init_from=out/8b --data=$DATA --out=out/8b-8k
+#     python train.py configs/70b.py configs/long/8k_70b.py --init_from=out/70b --data=$DATA --out=out/70b-8k
+#
+# DATA=data/stage5,data/fineweb-long,data/books is what --stage=8k reads.
 #
 # A step has as many tokens as at the end of pretraining, 8.4M (8B) and 16.8M (70B). After 1.26B tokens of warm-up the
 # learning rate is constant, at pretraining's floor. Goldfish and clipping stay; so do AdEMAMix' own warm-ups of 100,000

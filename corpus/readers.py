@@ -2,15 +2,14 @@
 Read files of documents: find them, check them, cut them into parts, and yield their rows.
 
     .txt .md .markdown .rst .py      one document a file
-    .html .htm                       one document a file: the main text of the page, by trafilatura
     .jsonl .ndjson                   one document a line
     .json                            one document a value of a list, or of values one after the other
     .csv .tsv                        one document a row (RFC 4180); the first line has the names
     .parquet                         one document a row
 
 All but parquet may be compressed, as .gz or .zst. A path is a file, a folder, a glob, or a URL that fsspec can open:
-hf://datasets/OWNER/NAME, s3://, https://. Files of other kinds are not read: pdftotext makes text of .pdf, pandoc of
-.epub, .docx and .odt, datatrove of .warc.
+hf://datasets/OWNER/NAME, s3://, https://. Files of other kinds are not read: trafilatura makes text of .html, datatrove
+of .warc (docs/data.md), pdftotext of .pdf, pandoc of .epub, .docx and .odt.
 
     files, ignored = find(["notes/", "hf://datasets/OWNER/NAME"])
     file = check(files[0])                  # size, sha256, problem, and the parts into which the file can be cut
@@ -34,7 +33,6 @@ import heapq
 import io
 import itertools
 import json
-import logging
 import os
 import re
 
@@ -42,15 +40,13 @@ import fsspec
 import pyarrow
 from pyarrow.parquet import ParquetFile
 
-from engine.files import read_text
+from engine.files import in_one_line, read_text
 
 # In order of preference: of a folder on the hub, only files of the first of these kinds that it has are read.
 KINDS = {
     ".parquet": "parquet", ".jsonl": "lines", ".ndjson": "lines", ".csv": "table", ".tsv": "table", ".json": "json",
     ".txt": "text", ".md": "text", ".markdown": "text", ".rst": "text", ".py": "text",
-    ".html": "html", ".htm": "html",
 }
-WHOLE = ("text", "html")    # kinds of one document a file
 PART = 4 << 20              # bytes of lines in a part
 
 BINARY = "binary, or a text that wants --encoding=utf-16"
@@ -84,24 +80,6 @@ def ending(path):
 def kind_of(path):
     """The kind of a file by its ending, a value of KINDS. None if files of that kind cannot be read."""
     return KINDS.get(ending(path))
-
-
-@contextlib.contextmanager
-def in_one_line(path, *passed):
-    """
-    Raise an error about a file as a ValueError of one line. The errors of the libraries share no class. passed: classes
-    of errors that stay as they are.
-    """
-    try:
-        yield
-    except (FileNotFoundError, ModuleNotFoundError, *passed):
-        raise
-    except Exception as error:
-        # Our own errors are one line already.
-        if str(error).startswith(path):
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(f"{path}: damaged, or not what its name says, or out of reach ({reason})") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -381,16 +359,7 @@ def parsed(line):
 
 
 def file_row(path, raw):
-    """A text file as a row, or its problem, a str. For HTML: its main text, and the name and content of each <meta>."""
-    if kind_of(path) == "html":
-        import trafilatura
-        # trafilatura logs each page without a text. We count them.
-        logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
-        text = trafilatura.extract(raw, include_comments=False)
-        if not text:
-            return "HTML without a main text"
-        return dict(text=text, metas=[
-            (meta.get("name", ""), meta.get("content", "")) for meta in trafilatura.load_html(raw).iter("meta")])
+    """A text file as a row, or its problem, a str."""
     text = raw.decode("utf-8-sig", "surrogateescape")
     row = dict(text=text)
     if ending(path) == ".py":
@@ -422,7 +391,7 @@ def rows(file, part, columns=(), errors="surrogateescape"):
                 number += len(batch)
             return
         with open_bytes(file) as f:
-            if kind in WHOLE:
+            if kind == "text":
                 yield 0, file_row(path, f.read())
                 return
             if begin:
@@ -451,7 +420,7 @@ def rows_of(path, *columns, comments=False, errors="surrogateescape"):
     comments: # begins a comment in a line of text. errors: as in rows().
     ValueError, one line: the file is damaged, or a row lacks a column.
     """
-    if kind_of(path) in (None, *WHOLE):
+    if kind_of(path) in (None, "text"):
         for line in read_text(path).removeprefix("\ufeff").split("\n"):
             text = (line.split("#")[0] if comments else line).strip()
             if text:
@@ -505,7 +474,7 @@ def documents(file, part, text_field="text", columns=()):
     columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line: the file is damaged.
     """
     name, kind = file["name"], kind_of(file["path"])
-    whole = kind in WHOLE or file.get("problem")
+    whole = kind == "text" or file.get("problem")
     try:
         for number, row in rows(file, part, {text_field, "id", "url", *NAMED, *columns}):
             yield document(row, name, name if whole else f"{name}:{number}", "text" if whole else text_field)

@@ -1,0 +1,233 @@
+"""
+meta.json, report.json and report.md of a data folder. All their numbers come from one list, the sums over its ledger.
+
+Removed documents are never tokenized: the report estimates their tokens from their bytes, at the rate of the kept
+documents of the same source and language.
+"""
+
+import os
+from collections import Counter
+from operator import itemgetter
+
+import jinja2
+import numpy as np
+import pyarrow
+import pyarrow.compute as pc
+from numpy.lib.format import open_memmap
+from tqdm import tqdm
+
+from corpus.ledger import FILE, NUMBERS, PII, ledger, rows_of
+from corpus.robots import FILE_STATES, RESERVED, file_state, host_key
+from corpus.rules import RULES
+from corpus.shards import shards_of
+from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
+
+# Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
+REASONS = {
+    "unreadable": "no text: not UTF-8, no JSON, binary, torn file",
+    "empty": "nothing but white space",
+    "blocked-domain": "the host is on a list of blocked domains",
+    "robots": "robots.txt disallows the URL for an agent",
+    "no-robots": "the host has no robots.txt (--missing=deny)",
+    "unparsable": "the host serves something else as robots.txt (--missing=deny)",
+    "bad-url": "not a URL (--missing=deny)",
+    **RESERVED,
+    **RULES,
+    "contaminated": "contains an evaluation prompt",
+    "tokens": "too few or too many tokens",
+    "duplicate": "the same text was kept before",
+    "near-duplicate": "nearly the same text was kept before",
+    "withdrawn": "taken out after the data were made (--remove)",
+}
+OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
+# Tokens of a shard that are in memory at a time.
+PIECE = 1 << 20
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# sums over the ledger
+
+
+def sums(folder):
+    """
+    A list of dicts, one for each source, language, license, split and reason, with the sums of NUMBERS and
+
+        rule, detail        the reason's first two parts: robots, GPTBot; "" for kept documents
+        documents           how many came in
+        rows                how many rows there are, copies of planted passages included
+        id                  the first one in the alphabet
+        tokens_about        tokens, estimated where the documents were not tokenized
+    """
+    keys = ["source", "language", "license", "split", "rule", "detail"]
+    aggregates = dict.fromkeys(("documents", "rows", *NUMBERS), "sum") | dict(id="min")
+
+    def summed(rows):
+        return rows.group_by(keys).aggregate(list(aggregates.items())).rename_columns([*keys, *aggregates])
+
+    parts = []
+    for rows in ledger(folder):
+        parts_of_reason = pc.extract_regex(rows["reason"], "(?s)^(?P<rule>[^:]*):?(?P<detail>[^:]*)")
+        rule, detail = parts_of_reason.combine_chunks().flatten()
+        came_in = pc.or_(pc.greater(rows["bytes"], 0), pc.not_equal(rows["reason"], ""))
+        columns = dict(rule=rule, detail=detail, documents=came_in.cast("int64"), rows=came_in.is_valid().cast("int64"))
+        for name, column in columns.items():
+            rows = rows.append_column(name, column)
+        parts.append(summed(rows))
+    rows = summed(pyarrow.concat_tables(parts)).to_pylist()
+    kept = [row for row in rows if not row["rule"]]
+    similar = grouped(kept, "source", "language")
+    for row in rows:
+        # At the rate of the kept documents of the same source and language or, if there are none, of all kept ones.
+        reference = similar.get((row["source"], row["language"]), kept)
+        estimate = round(row["bytes"] * added(reference, "tokens") / max(added(reference, "written"), 1))
+        # Withdrawn documents were tokenized: their number of tokens is known.
+        row["tokens_about"] = row["tokens"] or estimate
+    return rows
+
+
+def grouped(rows, *keys):
+    """{value of the key, or tuple of values of several keys: the rows that have it}."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(itemgetter(*keys)(row), []).append(row)
+    return groups
+
+
+def added(rows, name):
+    """The sum of a column of rows."""
+    return sum(row[name] for row in rows)
+
+
+def size_of(rows):
+    """[documents, bytes] that came in."""
+    return [added(rows, "documents"), added(rows, "bytes")]
+
+
+def total(rows):
+    """The totals of rows of sums(); for each reason, the removed [documents, bytes] and their estimated tokens."""
+    by_rule = grouped(rows, "rule")
+    kept = by_rule.get("", [])
+    # The last ones are of older versions, which had more rules.
+    reasons = [*REASONS, *sorted(by_rule.keys() - REASONS.keys() - {""})]
+    removed = {reason: by_rule[reason] for reason in reasons if reason in by_rule}
+    return dict(
+        documents_in=added(rows, "documents"),
+        bytes_in=added(rows, "bytes"),
+        **{name: added(kept, name) for name in ("documents", "bytes", "written", "tokens")},
+        pii={name: added(kept, name) for name in PII},
+        removed={reason: size_of(group) for reason, group in removed.items()},
+        tokens_removed_about={reason: added(group, "tokens_about") for reason, group in removed.items()},
+    )
+
+
+def hosts_of(folder, store):
+    """How many hosts have a file in the store, and the 20 hosts that lost the most bytes to opt-outs."""
+    hosts, lost = set(), {}
+    for row in rows_of(folder, ["url", "reason", "bytes"]):
+        host = host_key(row["url"])
+        hosts.add(host)
+        if host and row["reason"].partition(":")[0] in OPT_OUTS:
+            n, size = lost.get(host, (0, 0))
+            lost[host] = [n + 1, size + row["bytes"]]
+    count = Counter(file_state(host, store) for host in hosts - {None})
+    # The most bytes first; equal ones by name.
+    ordered = sorted(lost.items(), key=lambda entry: (-entry[1][1], entry[0]))
+    hosts = dict(seen=count.total(), **{state: count[state] for state in FILE_STATES}, blocked=len(lost))
+    return dict(top_blocked_hosts=dict(ordered[:20]), hosts=hosts)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the files
+
+
+def write_report(folder, vocabulary, shards, provenance):
+    """
+    Write meta.json, report.json and report.md next to a ledger. Returns the report.
+
+    vocabulary: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. shards: {source: {split: entries of
+    its shards}}. provenance: the report's run, inputs, ignored, rule, pii, probes and robots (stages.provenance_of).
+    """
+    rows = sums(folder)
+    by_split, by_detail = grouped(rows, "source", "split"), grouped(rows, "rule", "detail")
+    sources = {source: {} for source in shards}
+    for source, splits in shards.items():
+        for split, entries in splits.items():
+            group = by_split.get((source, split), [])
+            sizes = dict(documents=added(group, "rows"), tokens=added(group, "tokens"), bytes=added(group, "written"))
+            sources[source][split] = dict(sizes, shards=entries)
+    meta = dict(vocabulary, sources=sources)
+    meta["version"] = version(meta)
+    languages = sorted(grouped(rows, "source", "language").items())
+    report = dict(
+        provenance,
+        version=meta["version"],
+        total=total(rows),
+        table=[dict(source=source, language=language, **total(group)) for (source, language), group in languages],
+        licenses={name: total(group) for name, group in sorted(grouped(rows, "license").items())},
+        unreadable={problem: [added(group, "documents"), min(row["id"] for row in group)]
+                    for (rule, problem), group in by_detail.items() if rule == "unreadable"},
+        outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
+    )
+    report["pii"] = dict(provenance["pii"], **report["total"]["pii"])
+    if provenance["robots"]:
+        removed = {agent: size_of(group) for (rule, agent), group in by_detail.items() if rule == "robots"}
+        report["robots"] = dict(provenance["robots"], removed_by_agent=removed)
+    write_json(f"{folder}/meta.json", meta)
+    write_json(f"{folder}/report.json", report)
+    write_flushed(f"{folder}/report.md", markdown(report))
+    return report
+
+
+def counted(n, noun):
+    """A number and a noun: 1 document, 2 documents."""
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def markdown(report):
+    """report.md: the numbers of report.json in sentences and tables."""
+    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    template = environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja"))
+    return template.render(report, reasons=REASONS, opt_outs=OPT_OUTS, reserved=RESERVED, counted=counted)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# do the files belong together?
+
+
+def described(folder):
+    """(meta.json, report.json) of a data folder. ValueError or OSError: one is missing or belongs to another ledger."""
+    next(ledger(folder, ["id"]), None)
+    meta, report = read_json(f"{folder}/meta.json"), read_json(f"{folder}/report.json")
+    if "sources" not in meta or not version(meta) == meta.get("version") == report.get("version"):
+        raise ValueError(f"{folder}: meta.json and report.json are of two versions of the data: prepare them again")
+    if sha256(f"{folder}/{FILE}") != report["outputs"]["ledger"]:
+        raise ValueError(f"{folder}/{FILE} has changed since prepare.py wrote it: another sha256")
+    return meta, report
+
+
+def verify(folder):
+    """
+    Compare the files: the sha256 of each shard with meta.json, the begins of its documents with the ledger, the sums of
+    the ledger with report.json. ValueError at the first difference. Returns (meta.json, report.json).
+    """
+    meta, report = described(folder)
+    rows = pyarrow.concat_tables(ledger(folder, ["shard", "offset", "tokens"])).drop_null()
+    tokens = np.sum(rows["tokens"])
+    begins_of = dict(zip(*map(np.asarray, rows.group_by("shard").aggregate([("offset", "list")]).columns)))
+    for shard in tqdm(shards_of(meta), "shards", unit="shard", disable=None, leave=False):
+        path = f"{folder}/{shard['file']}"
+        if sha256(path) != shard["sha256"]:
+            raise ValueError(f"{path} has changed since prepare.py wrote it: another sha256")
+        tokens -= shard["tokens"]
+        # Mapped anew for each piece, or the whole shard would stay in memory.
+        begins = [at + np.flatnonzero(open_memmap(path, mode="r")[at:at + PIECE] == meta["bos"])
+                  for at in range(0, shard["tokens"], PIECE)]
+        # No document begins in a shard that lies inside a long document.
+        if not np.array_equal(np.sort(begins_of.pop(shard["file"], [])), np.concatenate(begins)):
+            raise ValueError(f"{path}: its documents do not begin where documents.parquet says")
+    if tokens or begins_of:
+        raise ValueError(f"{folder}: the shards hold other documents than documents.parquet: {-tokens:+,} tokens")
+    for name, value in total(sums(folder)).items():
+        if report["total"][name] != value:
+            raise ValueError(f"{folder}: documents.parquet and report.json differ in {name}")
+    return meta, report
