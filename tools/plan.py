@@ -30,19 +30,16 @@ if __name__ == "__main__" and not __package__:
 
 import itertools
 
-import torch
-
 import convert
 import train
 from configurator import config_file, configure, read_config, run as run_script, settings
 from engine.checks import CHOICES
 from engine.gpus import GPUS
 from engine.memory import MODES, count_trained, format_gb, list_layouts, step_memory
-from engine.parallel import check_split
+from engine.parallel import Ranks, check_split
 from model import ApertusConfig
 from posttrain import qrpo, sft
-from posttrain.lora import adapters_of
-from posttrain.start import check_base, outline
+from posttrain.start import check_base
 
 gpus = 8                   # number of GPUs
 gpu = "h100"               # a100 | h100 | h100-pcie | h100-nvl | h200 | gh200 | b200 | l40s | 4090 (last two: 1 GPU)
@@ -99,8 +96,7 @@ def shape_of(run, set_by_user):
 
 def build_model(run, config):
     """The model of a run, on the meta device."""
-    with torch.device("meta"):
-        return outline(config, run)
+    return train.build_model(config, run, Ranks(), "meta")
 
 
 def count_shards(run):
@@ -121,12 +117,12 @@ def check(run, config):
         raise ValueError(f"gpu={gpu} has no link to others: take --gpus=1, or --gpu=h100")
     if not 0 < run["mfu"] <= 1:
         raise ValueError(f"mfu={run['mfu']}: want a share of the peak, between 0 and 1")
-    if run["parallel"] not in CHOICES["parallel"].split(", "):
-        raise ValueError(f"parallel={run['parallel']!r}: there is {CHOICES['parallel']}")
+    if run["parallel"] not in CHOICES["parallel"]:
+        raise ValueError(f"parallel={run['parallel']!r}: there is {', '.join(CHOICES['parallel'])}")
     check_split("sequence_parallel", P, gpus=gpus, n_kv_head=config.n_kv_head, block_size=config.block_size)
     check_split("gpus/sequence_parallel", gpus // P, batch_size=run["batch_size"])
     check_split("hsdp_shard", count_shards(run)[0], gpus=gpus)
-    check_base(run["base"], adapters_of(run))
+    check_base(run)
     if run["lora_r"] and count_shards(run)[0] > 1:
         raise ValueError(f"gpus={gpus} parallel={run['parallel']}: adapters are planned for GPUs that hold the base "
                          "whole: take --gpus=1 or --parallel=ddp")
