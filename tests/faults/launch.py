@@ -16,7 +16,7 @@ server = multiprocessing.get_context("forkserver")
 # What the ranks import, so that they need not.
 server.set_forkserver_preload(
     """train torch.distributed.checkpoint torch.distributed.fsdp torch._inductor.config
-    engine.averages engine.plot engine.recompute engine.sharding posttrain.attach posttrain.collapse posttrain.common
+    engine.moments engine.plot engine.recompute engine.sharding posttrain.attach posttrain.collapse posttrain.common
     posttrain.conversations posttrain.losses posttrain.references huggingface_hub.serialization jinja2.loaders numpy.ma
     numpy.ctypeslib""".split()
 )
