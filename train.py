@@ -216,8 +216,9 @@ def validate(run, model, val, windows, rows, text):
         part.keep[:first - begin] = False
         if sequence_parallel > 1:
             part = ranks.part_of(*part)
-        total += (model.nll(*part) * part[2]).sum().item()
-        count += part[2].sum().item()
+        idx, targets, keep, *doc_and_positions = part
+        total += (model.nll(idx, targets, *doc_and_positions) * keep).sum().item()
+        count += keep.sum().item()
     drop_gathered(model)
     total, count = ranks.all_reduce(total, count)
     model.train()

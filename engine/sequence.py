@@ -34,20 +34,20 @@ def exchange(x, ranks, give, take):
 class SplitRanks(Ranks):
     """Ranks of which P > 1 neighbours read the same samples and share each window. ValueError if P does not fit."""
 
-    def __init__(self, P, *how):
-        super().__init__(*how)
+    def __init__(self, P, *settings):
+        super().__init__(*settings)
         check_split("sequence_parallel", P, processes=self.size)
         if self.exact:
             raise ValueError("exact=True is bit-exact on any number of ranks, and sums over a split window "
                              "round differently: leave it out, or take --sequence_parallel=1")
         self.P = P
+        self.window = None                                 # the process group that shares a window, from join()
         self.groups = self.size // P
         self.group, self.part = divmod(self.rank, P)
 
     def join(self, device, timeout):
         super().join(device, timeout)
         self.window, _ = dist.new_subgroups(self.P)
-
 
     def attend(self, q, k, v, doc=None):
         """model.attend over whole windows: q, k, v (B, heads, T/P, D), doc (B, T) -> (B, H, T/P, D)."""
@@ -56,12 +56,12 @@ class SplitRanks(Ranks):
 
     def part_of(self, idx, targets, keep, doc):
         """
-        This rank's positions of a batch (B, T), and their numbers (T/P,): arguments of Apertus.loss. doc stays whole,
-        since attention needs it.
+        This rank's part of a batch (B, T), and its positions (T/P,): arguments of Apertus.loss. doc stays whole, since
+        attention needs it.
         """
-        numbers = torch.arange(idx.shape[1], device=idx.device)
-        idx, targets, keep, numbers = (x.chunk(self.P, -1)[self.part] for x in (idx, targets, keep, numbers))
-        return idx, targets, keep, doc, numbers
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        idx, targets, keep, positions = (x.chunk(self.P, -1)[self.part] for x in (idx, targets, keep, positions))
+        return idx, targets, keep, doc, positions
 
 
 def split_attention(model, ranks):
@@ -69,4 +69,4 @@ def split_attention(model, ranks):
     c = model.config
     check_split("sequence_parallel", ranks.P, block_size=c.block_size, n_kv_head=c.n_kv_head)
     for block in model.model.layers:
-        block.self_attn.window = ranks
+        block.self_attn.split_ranks = ranks

@@ -4,20 +4,16 @@ with the whole window, which it also computes alone. test_parallel.py starts thi
 """
 
 import os
-from math import inf
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from tiny import small
 
-import train
 from engine import checkpoint
 from engine.parallel import orderly_exit
 from engine.recompute import recompute_activations
-from engine.sequence import SplitForward, SplitRanks, split_attention
-from model import Apertus
+from engine.sequence import SplitRanks, split_attention
 
 # Two windows. Documents begin at 5, 13, 21 and 30, not at the cuts between ranks; the last quarter has no loss.
 IDX = torch.arange(64).view(2, 32) * 7 % 97
@@ -26,27 +22,23 @@ KEEP = (IDX % 2 == 0) & (torch.arange(32) < 24)
 BATCH = IDX, (IDX + 7) % 97, KEEP, DOC
 
 
-class Split(SplitForward, Apertus):
-    pass
-
-
 def step(dtype, ranks=None, mode="none", compiled=False):
     """The loss, all gradients and the loss of each token: of whole windows, or with ranks of this rank's part."""
     model = small(n_head=8, n_kv_head=4, n_embd=32).to(dtype)
-    P = 1
+    batch, where = BATCH, slice(None)
     if ranks:
-        model.__class__, model.ranks, P = Split, ranks, ranks.P
         split_attention(model, ranks)
+        batch = ranks.part_of(*BATCH)
+        *_, where = batch  # the positions of this rank
     recompute_activations(model, mode)
     for block in model.model.layers if compiled else ():
         block.compile(backend="eager", fullgraph=True)  # a graph break would be an error
-    # P times the tokens, because each of the P ranks has counted all tokens of the window.
-    _, loss = model(*BATCH, n_tokens=P * KEEP.sum().item())
+    loss = model.loss(*batch, n_tokens=KEEP.sum().item())
     loss.backward()
-    # The model returns losses of tokens that are P times too large.
-    gradients = [p.grad for p in model.parameters()]
-    _, nll = model(*BATCH, per_token=True)
-    return [loss.detach(), *gradients, nll.detach() / P]
+    idx, targets, _, *doc_and_positions = batch
+    nll = torch.zeros(IDX.shape, dtype=dtype)
+    nll[:, where] = model.nll(idx, targets, *doc_and_positions)
+    return [loss.detach(), *(p.grad for p in model.parameters()), nll]
 
 
 def check(ranks, dtype, tolerance, *how):
@@ -69,10 +61,6 @@ if __name__ == "__main__":
             check(each, torch.float32, 2e-5)
             for how in (["full"], ["selective"], ["none", True]):
                 check(each, torch.float64, 1e-12, *how)
-        run = SimpleNamespace(model=small(), ranks=ranks, device="cpu", rows=2, stop=[], step_began=inf)
-        _, positions, _ = train.forward_backward(run, BATCH, 0)
-        # The tokens/s count each position once: two groups of ranks have two windows each.
-        assert positions == 2 * IDX.numel()
         # What one rank cannot make is an error of all, at once.
         checkpoint.make_folder = str if ranks.is_main else os.readlink
         with pytest.raises(OSError):

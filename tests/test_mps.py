@@ -69,7 +69,7 @@ def test_a_step_of_training_and_of_sampling_has_a_kernel_for_everything(on_mps, 
     model.dtype = dtype
     opt = build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.9999), 8.0, 1e-8, 0.1, 10, 10, compile=False)
     with Mac() as mac:
-        model(idx, idx, idx > 0, idx if documents else None, n_tokens=40)[1].backward()
+        model.loss(idx, idx, idx > 0, idx if documents else None, n_tokens=40).backward()
         opt.step()
         tensors([[([1, 2], [True, False])]], "meta")
         sequence_logp(model, [([1, 2], [3])]).sum().backward()

@@ -74,7 +74,7 @@ def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, 
     args = *RUN, *SIX_STEPS, *VALIDATED, f"--seed={SEED}", *flags.split(), f"--data={data}", f"--out={out}"
     codes, text = launch(ranks, *args, logs=f"{out}.log")
     assert set(codes) == {0}, text[-3000:]
-    plain = Plain(model=Apertus(ApertusConfig.of(settings_of(out)), SEED).double())
+    plain = Plain(model=Apertus(ApertusConfig.from_settings(settings_of(out)), SEED).double())
     windows = TokenDataset(data, "train", T, SEED, 3, 5, "product", "stream")
     for entry, want in zip(log(out, "loss"), train(plain, windows, **meaning), strict=True):
         found = [entry[name] for name in ("loss", "grad_norm", "kept", "lr", "tokens")]

@@ -153,7 +153,7 @@ def large():
 def built(init_std=0.02):
     """Our model of the preset, the same weights each time, in fp32."""
     with torch.device(device):
-        return Apertus(ApertusConfig.of(PRESETS[preset] | dict(init_std=init_std)), seed)
+        return Apertus(ApertusConfig.from_settings(PRESETS[preset] | dict(init_std=init_std)), seed)
 
 
 def hugging_face(ours):

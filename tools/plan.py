@@ -62,10 +62,10 @@ DEFAULTS = settings(globals())
 def shape():
     """The ApertusConfig of the run: that of the start model (--init_from), if any, with the window that is trained."""
     if not init_from:
-        return ApertusConfig.of(globals() | dict(vocab_size=vocab_size or 131072))
+        return ApertusConfig.from_settings(globals() | dict(vocab_size=vocab_size or 131072))
     # The published models have the shapes of these configs: a plan needs no network.
     known = [size for size in ("8b", "70b") if init_from.startswith(f"swiss-ai/Apertus-{size.upper()}-")]
-    start = ApertusConfig.of(read_config(config_file(known[0]))) if known else convert.shape_of(init_from)
+    start = ApertusConfig.from_settings(read_config(config_file(known[0]))) if known else convert.shape_of(init_from)
     window = block_size if "block_size" in _asked else start.block_size
     start.block_size = max_length or window
     return start
