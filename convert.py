@@ -249,7 +249,7 @@ def shape_in(folder):
     hf = read_json(f"{folder}/config.json")
     # transformers keeps our settings in the files that it saves, but may have changed the model.
     if os.path.isdir(f"{folder}/ckpt") or hf.get("model_type") == "nanoapertus":
-        return ApertusConfig.of(settings_of(folder))
+        return ApertusConfig.from_settings(settings_of(folder))
     return config_from_hf(hf)
 
 

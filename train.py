@@ -206,8 +206,8 @@ def validate(run, model, val_data, windows, micro_batch_size):
         part.keep[:first - begin] = False
         if ranks.P > 1:
             part = split_batch(ranks, *part)
-        keep = part[2]
-        total += (model.nll(*part) * keep).sum().item()
+        idx, targets, keep, *doc_and_positions = part
+        total += (model.nll(idx, targets, *doc_and_positions) * keep).sum().item()
         count += keep.sum().item()
     drop_gathered(model)
     model.train()

@@ -213,10 +213,7 @@ def distribute(model, ranks, device, recompute="none", compiled=False):
 
     recompute_activations(model, recompute)
     if compiled:
-        # Blocks share their compiled code: depth costs no compile time. A graph break would be slow, so it is an error.
-        for block in model.model.layers:
-            block.compile(fullgraph=True)
-        model.chunk_loss = torch.compile(model.chunk_loss)
+        model.compile_parts()
     if ranks.sharded and next(model.parameters()).is_meta:
         from engine.sharding import shard
         shard(model, ranks)

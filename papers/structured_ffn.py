@@ -255,7 +255,7 @@ def load(folder):
         raise ValueError(f"{folder} is not a run of papers.structured_ffn, or has no checkpoint")
     path, manifest = checkpoint
     settings = manifest["config"]
-    model = StructuredApertus(ApertusConfig.of(settings), settings, has_guides(checkpoint, settings))
+    model = StructuredApertus(ApertusConfig.from_settings(settings), settings, has_guides(checkpoint, settings))
     restore.load(path, model)
     drop_guides(model)
     return model

@@ -37,7 +37,8 @@ def step(dtype, ranks=None, mode="none", compiled=False):
     loss.backward()
     gradients = [p.grad for p in model.parameters()]
     nll = torch.zeros(IDX.shape, dtype=dtype)
-    nll[:, mine] = model.nll(*batch).to(dtype)
+    idx, targets, _, *doc_and_positions = batch
+    nll[:, mine] = model.nll(idx, targets, *doc_and_positions).to(dtype)
     return [loss.detach(), *gradients, nll]
 
 
