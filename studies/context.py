@@ -27,7 +27,7 @@ import convert
 from configurator import run
 from corpus import readers
 from engine.runs import settings_of
-from evaluate import bits_row, text_bytes, text_ids, token_nats, validation_documents
+from evaluate import bits_row, text_ids, token_nats, validation_documents
 from studies import kit
 from studies.length import lookup_scores
 
@@ -46,6 +46,12 @@ def read_texts():
     if os.path.isdir(f"{init_from}/ckpt"):
         return [text for _, text in validation_documents(settings_of(init_from)["data"])]
     raise ValueError(f"{init_from} has no data of its own: name texts")
+
+
+def text_bytes(tok, ids):
+    """The number of bytes of ids; the end of a text has none."""
+    end = text_ids(tok, "")[-1]
+    return len(tok.decode_bytes([i for i in ids if i != end]))
 
 
 def position_scores(model, tok, texts, T, step):
