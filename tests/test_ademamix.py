@@ -8,7 +8,7 @@ import torch
 from conftest import table
 from tiny import GOLDEN, tensors
 
-from ademamix import AdEMAMix, alpha_at, beta3_at, build_optimizer
+from ademamix import AdamW, AdEMAMix, alpha_at, beta3_at, build_optimizer
 from configurator import literal
 
 CASES = json.loads(Path(GOLDEN, "ademamix.json").read_text())
@@ -89,28 +89,39 @@ COMPILED = """
 
 @pytest.mark.parametrize("row", table(COMPILED))
 def test_it_compiles_from_a_million_parameters_on_or_as_it_is_told(row):
-    """This tests the choice only; test_averages.py tests the compiled update."""
+    """This tests the choice only; test_moments.py tests the compiled update."""
     n, told, compiled = map(literal, row)
     params = [torch.nn.Parameter(torch.zeros(size)) for size in (n - 1, 1)]
     assert AdEMAMix(params, compile=told).defaults["compile"] == compiled
 
 
-def test_an_optimizer_is_built_by_name_whose_weight_decay_spares_gains_and_scalars():
+def test_an_optimizer_is_built_by_name_whose_weight_decay_spares_norm_weights_and_scalars():
     """Frozen parameters are left out."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.RMSNorm(4), torch.nn.Linear(4, 4).requires_grad_(False))
     betas = 0.9, 0.99, 0.999
     common = 0.1, betas, 5.0, 0.2, 7
     adamw = build_optimizer(model, "adamw", *common)
     ours = build_optimizer(model, "ademamix", *common, True, "bfloat16")
-    matrix, bias, gain, *_ = map(id, model.parameters())
+    matrix, bias, norm_weight, *_ = map(id, model.parameters())
     for opt in (adamw, ours):
         assert [[g["weight_decay"], g["lr"], g["eps"], *map(id, g["params"])] for g in opt.param_groups] == [
             [0.2, 0.1, 1e-8, matrix],
-            [0.0, 0.1, 1e-8, bias, gain],
+            [0.0, 0.1, 1e-8, bias, norm_weight],
         ]
     assert isinstance(adamw, torch.optim.AdamW) and adamw.defaults["betas"] == betas[:2]
     want = dict(betas=betas, alpha=5.0, alpha_warmup=7, beta3_warmup=7, state_dtype=torch.bfloat16, compile=True)
     assert want.items() <= ours.defaults.items()
+
+
+def test_adamw_is_torchs_with_scaled_gradients():
+    """With a large eps, because Adam's step does not depend on the gradient's scale otherwise."""
+    stepped = []
+    for optimizer, size, scale in ((AdamW, 1.0, dict(grad_scale=0.25)), (torch.optim.AdamW, 0.25, {})):
+        p, absent = (torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+        p.grad = size * torch.arange(9.0).view(3, 3)
+        optimizer([p, absent], 0.1, eps=1.0).step(**scale)
+        stepped.append(p)
+    assert torch.equal(*stepped)
 
 
 WRONG = """

@@ -1,6 +1,6 @@
 """
 Nothing recompiles after the first call (counted by torch._dynamo), and compiled code computes the same as eager code.
-The compiler's front end decides when to recompile, so a quick back end is enough. test_averages.py has the optimizer.
+The compiler's front end decides when to recompile, so a quick back end is enough. test_moments.py has the optimizer.
 """
 
 import torch

@@ -20,7 +20,7 @@ server.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch._inductor.config",
-        "engine.averages",
+        "engine.moments",
         "engine.memory",
         "engine.plot",
         "engine.recompute",
