@@ -258,7 +258,7 @@ def table_of_fits():
     """The memory that six commands take of each GPU."""
     yield "GB at the peak  configs/"
     for command in (
-            "8b.py 8b_one_gpu.py --gpus=1 --gpu=h200",
+            "8b.py --state_dtype=bfloat16 --recompute=selective --micro_batch=1 --gpus=1 --gpu=h200",
             "8b.py --parallel=fsdp --gpus=8 --gpu=h200",
             "8b.py --parallel=fsdp --micro_batch=2 --gpus=8 --gpu=h100",
             "sft_8b.py --parallel=fsdp --pack --compile --gpus=8 --gpu=h200",
@@ -275,10 +275,11 @@ def table_of_cards():
     tokens, recompute=full.
     """
     yield "GB at the peak, of which card   all weights  LoRA on bf16          int8           NF4"
-    for name in ("8b", "70b"):
-        line = f"{name.upper():29}"
+    for name in ("8B", "70B"):
+        line = f"{name:29}"
         for adapters in ("", "--lora_r=16 --base=bf16", "--lora_r=16 --base=int8", "--lora_r=16 --base=nf4"):
-            run, config = read_command(f"sft_{name} --gpus=1 --micro_batch=1 --recompute=full {adapters}")
+            run, config = read_command(
+                f"sft_8b --init_from=swiss-ai/Apertus-{name}-2509 --gpus=1 --micro_batch=1 --recompute=full {adapters}")
             size = peak_memory(run, build_model(run, config))["total"]
             card = next((f" of {card}" for card in (16, 24, 40, 80, 141) if size <= card * 1e9), "")
             line += f"{format_gb(size) + card:>14}"
