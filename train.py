@@ -298,7 +298,7 @@ def load_teacher(model_shape, ranks, place, compiled):
     """The model to learn from; None without one."""
     if not (teacher and distill):
         return None
-    from posttrain.distill import Teacher
+    from distill import Teacher
     return Teacher(teacher, distill, model_shape, data, ranks, place, pick_dtype(dtype, place), compiled)
 
 

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from engine import gpus
+from engine import hardware
 from engine.files import flush, make_folder, sha256, sha256_of, write_flushed
 from engine.parallel import launched, local
 
@@ -207,7 +207,7 @@ class Saver:
         ranks_here = launched()[-1] if launched() else 1
         size = ranks_here * sum(local(t).nbytes for t in tensors.values())
         # All ranks or none: the others would train on, and wait in a collective for one that writes first.
-        in_background = all(gather(size < 0.9 * (gpus.free_on_host() or math.inf), self.group))
+        in_background = all(gather(size < 0.9 * (hardware.free_on_host() or math.inf), self.group))
         if in_background:
             # Copies that later steps do not change. Of a DTensor, each rank copies its shard.
             tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}

@@ -70,7 +70,7 @@ class Log:
         """Entries about the GPU: {} without one."""
         if self.flops_per_token is None:
             return {}
-        from engine.gpus import usage
+        from engine.hardware import usage
         return usage(self.flops_per_token * speed)
 
     # -----------------------------------------------------------------------------

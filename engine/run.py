@@ -25,7 +25,6 @@ from engine.checkpoint import Saver
 from engine.hardware import keep_freed_memory
 from engine.log import Log
 from engine.runs import claim, forget
-from engine.trace import StepTrace
 
 
 class StepInterrupted(Exception):
@@ -195,3 +194,30 @@ class Run:
         manifest = state | dict(config=self.settings, seconds=self.seconds())
         self.saver.save(steps, model, optimizer, manifest, spare=keep_until)
         self.saved, self.saved_at = steps, time.perf_counter()
+
+
+class StepTrace:
+    """
+    Trace what runs in a `with` block into OUT/trace.json, for chrome://tracing or ui.perfetto.dev, and remove the file
+    OUT/profile that has asked for it.
+    """
+
+    def __init__(self, out, wanted):
+        self.out = out
+        self.profiler = torch.profiler.profile() if wanted else None
+
+    def __enter__(self):
+        if self.profiler:
+            self.profiler.start()
+        return self
+
+    def __exit__(self, *error):
+        self.stop()
+
+    def stop(self):
+        """End the trace before the block ends. The second call does nothing."""
+        profiler, self.profiler = self.profiler, None
+        if profiler:
+            profiler.stop()
+            profiler.export_chrome_trace(f"{self.out}/trace.json")
+            forget(self.out, "profile")

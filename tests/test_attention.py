@@ -1,4 +1,4 @@
-"""model.attend against torch's own attention in fp64: the formula of short windows on a CPU, the kernel of long ones."""
+"""model.attend against torch's own attention in fp64: by the formula, and by the kernel in long windows."""
 
 import pytest
 import torch

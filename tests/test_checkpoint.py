@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from ademamix import build_optimizer
-from engine import checkpoint, files, gpus, restore, runs
+from engine import checkpoint, files, hardware, restore, runs
 
 
 def full(*args, **kwargs):
@@ -157,7 +157,7 @@ def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free
     whether a rank of another node has room.
     """
     monkeypatch.setattr(checkpoint, "gather", lambda value, _: [value, other] if value is True else [value])
-    monkeypatch.setattr(gpus, "free_on_host", lambda: free)
+    monkeypatch.setattr(hardware, "free_on_host", lambda: free)
     monkeypatch.setattr(checkpoint, "launched", lambda: (0, ranks, 0, ranks))
     saver.save(7, *trained(), {})
     assert (saver.pending is None) == waits

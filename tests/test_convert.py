@@ -23,7 +23,6 @@ from engine.files import read_json, read_text, write_json
 from engine.runs import settings_of
 from model import Apertus, ApertusConfig
 from posttrain.quantised import quantise
-from studies import trace
 
 FOLDER = os.path.join(GOLDEN, "hf_tiny_a")
 SMALL = ApertusConfig(
@@ -200,7 +199,7 @@ def test_a_trace_is_that_of_transformers_modules_and_shows_the_first_that_differ
     golden = [line.split() for line in read_text(f"{FOLDER}/trace.txt").splitlines()]
 
     def first_difference():
-        trace.trace(copy.deepcopy(model), tok, "")
+        convert.trace_modules(copy.deepcopy(model), tok, "")
         lines = capsys.readouterr().out.splitlines()[1:]
         assert len(lines) == len(golden)
         for line, (name, *want) in zip(lines, golden):

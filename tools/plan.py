@@ -34,7 +34,7 @@ import convert
 import train
 from configurator import config_file, configure, read_config, run as run_script, settings
 from engine.checks import CHOICES
-from engine.gpus import GPUS
+from engine.hardware import GPUS
 from engine.memory import MODES, count_trained, format_gb, list_layouts, step_memory
 from engine.parallel import Ranks, check_split
 from model import ApertusConfig
