@@ -65,5 +65,5 @@ if __name__ == "__main__":
         # What one rank cannot make is an error of all, at once.
         checkpoint.make_folder = str if ranks.is_main else os.readlink
         with pytest.raises(OSError):
-            checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.files)
+            checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.save_group)
         ranks.leave()
