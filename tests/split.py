@@ -57,7 +57,7 @@ if __name__ == "__main__":
         ranks.join("cpu", 60)
         assert ranks.mesh.get_group("shards")._get_backend(torch.device("cpu")).options._timeout.seconds == 60
         quarters = Ranks("ddp", P=4)
-        quarters.window, _ = dist.new_subgroups(4)
+        quarters.window_group, _ = dist.new_subgroups(4)
         for each in (ranks, quarters):
             check(each, torch.float32, 2e-5)
             for how in (["full"], ["selective"], ["none", True]):

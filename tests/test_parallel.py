@@ -199,7 +199,7 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op is torch.ops.aten.mm.default:
             self.done[tuple(args[1].shape)] += 1
-        self.done["attention"] += "attention" in str(op)
+        self.done["attention"] += "attention" in str(op) or op == torch.ops.aten.bmm.default
         return op(*args, **(kwargs or {}))
 
 
