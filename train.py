@@ -108,10 +108,11 @@ def build_model(shape, settings, ranks, device, compiled=False, weights="", fres
     shape: ApertusConfig; settings: of a training script, a dict; weights: the file or folder of init_from's weights;
     fresh: False if a checkpoint will fill the trained weights.
     """
-    with torch.device("meta" if ranks.sharded else device):     # distribute() gives shards their memory
+    on_meta = ranks.sharded or device == "meta"            # distribute() gives shards their memory
+    with torch.device("meta" if on_meta else device):
         if settings["lora_r"] or settings["base"] != "fp32":     # a base without adapters is an error there
             from posttrain.start import build_lora_model
-            model = build_lora_model(shape, settings, ranks, device)
+            model = build_lora_model(shape, settings, ranks, device, on_meta)
         else:
             model = Apertus(shape, seed=None)
     if settings.get("fp8"):                                # of train.py only
@@ -125,8 +126,8 @@ def build_model(shape, settings, ranks, device, compiled=False, weights="", fres
     model.dtype = pick_dtype(settings["dtype"], device)
     distribute(model, ranks, device, settings["recompute"], compiled)
     if settings["lora_r"]:
-        from posttrain.start import fill_lora_model
-        fill_lora_model(model, weights, settings["seed"], ranks)    # checkpoints hold no frozen weights
+        from posttrain.start import init_lora_model
+        init_lora_model(model, weights, settings["seed"], ranks)    # checkpoints hold no frozen weights
     elif fresh and weights:
         from convert import fill
         fill(model, weights)
@@ -229,8 +230,8 @@ def main(requested):
     compiled = compile and can_compile(place)
     model_shape, weights = ApertusConfig(**vars(shape)), ""
     if init_from:
-        from posttrain.start import start_with
-        model_shape, weights = start_with(init_from, model_shape, requested, data)
+        from posttrain.start import start_config
+        model_shape, weights = start_config(init_from, model_shape, requested, data)
     train_data, val_data = open_data(model_shape)
     model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
     settings = configurator.settings(globals(), model_shape) | dict(

@@ -266,16 +266,16 @@ def gradients(model):
     return [local(p.grad) for p in model.parameters() if p.grad is not None]
 
 
-def reduce_step(model, ranks, losses):
+def reduce_step(model, ranks, sums):
     """
-    Add the losses and gradients of all ranks, once a step. losses: of this rank, any shape. Returns the sums, a list of
-    floats, and the L2 norm of the gradient, all the same on every rank.
+    Add up gradients and some numbers over all ranks, once a step. sums: the numbers of this rank, losses or log-probs,
+    of any shape. Returns their sums, a list of floats, and the L2 norm of the gradient, all the same on every rank.
     """
     if ranks.mode == "ddp":                                # FSDP has added its gradients
         for grad in gradients(model):
             dist.all_reduce(grad)
-    *losses, square = ranks.all_reduce(*losses.view(-1), square_norm(model, ranks))
-    return losses, math.sqrt(square)
+    *sums, square = ranks.all_reduce(*sums.view(-1), square_norm(model, ranks))
+    return sums, math.sqrt(square)
 
 
 def check_finite(step, losses, norm):

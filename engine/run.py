@@ -38,8 +38,9 @@ class StepInterrupted(Exception):
 
 class Run:
     """
-    The folder, signals and checkpoints of a run. settings: all of them, a dict; each checkpoint holds a copy. Of these
-    this class reads out, resume, checkpoint_every, checkpoint_minutes, keep_checkpoints and timeout (train.py).
+    The folder, signals and checkpoints of a run. settings: the dict itself, not a copy: the script adds hashes to it
+    until begin(), and each checkpoint holds all of it. Of these this class reads out, resume, checkpoint_every,
+    checkpoint_minutes, keep_checkpoints and timeout (train.py).
     """
 
     def __init__(self, settings, ranks, device):

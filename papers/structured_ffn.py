@@ -371,7 +371,10 @@ def build_model(shape, settings, ranks, device, compiled=False, checkpoint=None)
 
 
 def train_guided(run, plan, clock, model, guides, optimizer, train_data, val_data, micro_batch_size):
-    """The loop of train.py; it sets the guides before each micro-batch, and removes them after the last guided step."""
+    """
+    The loop of train.train(), without a teacher, sequence_parallel and init_from. It sets the guides before each
+    micro-batch, and removes them after the last guided step.
+    """
     ranks = run.ranks
     batches = prefetch(lambda step: train_data.batch(*plan.samples_of(step, ranks.group, ranks.groups)), run.done)
     for step in run.steps():
