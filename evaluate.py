@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from configurator import run
 from corpus import readers
-from data import TokenDataset
+from data import TokenDataset, folders_of
 from engine.files import make_folder, read_json, write_json
 from engine.intervals import student, wilson
 from engine.runs import settings_of
@@ -49,17 +49,6 @@ dtype = "auto"            # float32 | bfloat16; auto: the dtype of the weights, 
 base = ""                 # int8 | nf4: the matrices of the blocks in 8 or 4 bits (posttrain/quantised.py)
 out = ""                  # folder to write evaluation.json to; "" = the run folder, or results/evaluate
 
-# Settings that are gone, and what to use instead.
-REMOVED = {
-    "batch_tokens": "a batch has 8,192 tokens",
-    "by_position": "python -m studies.context --by_position=128 has bits per byte by position",
-    "harness": "lm_eval --model hf --model_args pretrained=RUN --tasks TASKS runs lm-eval on a run folder",
-    "harness_path": "lm_eval --include_path FOLDER takes your own tasks",
-    "lookup": "python -m studies.context --lookup=100 asks for distant keys",
-    "max_new_tokens": "lm_eval scores generated answers, in tasks of output_type generate_until",
-    "shots": "lm_eval --num_fewshot N shows solved examples",
-    "window": "python -m studies.context --window=4096 scores other windows than the model's",
-}
 BATCH_TOKENS = 8192
 
 # Letters: B windows in a batch, T tokens in a window.
@@ -322,8 +311,7 @@ def main():
         raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
     sources = paths
     if is_run and not paths:
-        # A run of SFT on several files has a dict here: contents() says that there is no such file.
-        sources = [str(settings_of(init_from)["data"])]
+        sources = list(folders_of(settings_of(init_from)["data"]))
     # All files are read before a model, so that a mistake in the last file costs no hour of the first.
     parts = [contents(path) for path in sources]
     documents = [document for documents, _ in parts for document in documents]

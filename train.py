@@ -51,8 +51,8 @@ recompute = "none"              # how much backward recomputes instead of storin
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
 timeout = 600                   # seconds that a rank waits for another before it gives up
 # the model
-shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: that of the data
 fp8 = False                     # multiply the matrices of the blocks in 8 bits; H100, 4090 and later
+shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: that of the data
 # the start
 init_from = ""                  # start with the weights of a run folder, a Hugging Face folder or a hub name
 lora_r = 0                      # rank of adapters next to the frozen weights of init_from; 0 = train all weights
@@ -304,15 +304,18 @@ def load_teacher(model_shape, ranks, place, compiled):
 
 
 def introduce(run, plan, model, train_data):
-    """Print how large the run is, and write config.json and the vocabulary."""
-    from convert import describe_run  # here, since training itself needs no tokenizer
+    """
+    Print how large the run is. Delete the weights of an earlier end of it, and write config.json and the vocabulary.
+    """
+    from convert import remove_old_weights, write_run_config  # here, since training itself needs no tokenizer
     place = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
     length = f"{minutes:g} minute{'s' * (minutes != 1)}" if plan.decay_at is None else f"{plan.end:,} steps"
     print(f"{model.num_params():,} parameters on {place} in {str(model.dtype)[6:]}, {length} of {batch_size} x "
           f"{plan.block_size} tokens per step; data: {train_data.n_tokens:,} tokens")
     if compile and not can_compile(run.device):
         print(f"no compiler found for {run.device} (on a CPU: a C++ one, like g++): running eagerly, half as fast")
-    describe_run(out, run.settings, model.config, data)
+    remove_old_weights(out)
+    write_run_config(out, run.settings, model.config, data)
 
 
 def finish(run, plan, model, val_data, micro_batch_size):

@@ -47,4 +47,4 @@ def split_attention(model, ranks):
     c = model.config
     check_split("sequence_parallel", ranks.P, block_size=c.block_size, n_kv_head=c.n_kv_head)
     for block in model.model.layers:
-        block.self_attn.attend_in_window(WindowAttention(ranks))
+        block.self_attn.attend_across_ranks(WindowAttention(ranks))

@@ -464,7 +464,7 @@ def main(requested):
         if ranks.is_main:
             train.introduce(run, plan, model, train_data)
             # Not an Apertus for transformers: config.json is written anew.
-            convert.describe(run.out, settings, model_shape, load_for(train.data), is_apertus=False)
+            convert.write_config(run.out, settings, model_shape, load_for(train.data), is_apertus=False)
             restore.set_aside(run.out, decayed)
         run.begin(plan.end, checkpoint, model.flops_per_token(val_data.T))
         if train.wandb_log:

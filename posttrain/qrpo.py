@@ -389,7 +389,8 @@ def main():
         if lora_r:
             settings["start_hash"] = frozen_hash(model, checkpoint)
         if ranks.is_main:
-            convert.describe(out, settings | dict(chat=True), shape, tok)
+            convert.remove_old_weights(out)
+            convert.write_config(out, settings | dict(chat=True), shape, tok)
             if dropped:
                 print(describe_dropped(dropped, len(prompts), "prompts"))
             print(*notes, f"{len(all_pairs.sequences)} pairs, {steps} step{'s' * (steps != 1)}", sep="\n")

@@ -218,7 +218,8 @@ def main():
         if lora_r:
             settings["start_hash"] = frozen_hash(model, checkpoint)
         if ranks.is_main:
-            convert.describe(out, settings | dict(chat=True), shape, tok)
+            convert.remove_old_weights(out)
+            convert.write_config(out, settings | dict(chat=True), shape, tok)
             introduce(conversations, dropped, steps)
         run.begin(steps, checkpoint, model.flops_per_token(window))
         with suppress(StepInterrupted):                    # the steps before it are saved below

@@ -73,7 +73,7 @@ DEFAULTS = settings(globals(), *OF_RUN)
 def read_command(command):
     """(settings, ApertusConfig) of a run, from words behind the name of its script, such as "8b --gpus=64"."""
     run = dict(DEFAULTS)
-    set_by_user = configure(run, command.split())
+    set_by_user = configure([run], command.split())
     return run, shape_of(run, set_by_user)
 
 
