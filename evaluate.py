@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from configurator import run
 from corpus import readers
-from data import TokenDataset
+from data import TokenDataset, folders_of
 from engine.files import make_folder, read_json, write_json
 from engine.intervals import student, wilson
 from engine.runs import settings_of
@@ -53,7 +53,7 @@ out = ""                  # folder to write evaluation.json to; "" = the run fol
 REMOVED = {
     "batch_tokens": "a batch has 8,192 tokens",
     "by_position": "python -m studies.context --by_position=128 has bits per byte by position",
-    "harness": "lm_eval --model hf --model_args pretrained=RUN --tasks TASKS runs lm-eval on a run folder",
+    "harness": "lm_eval --model hf --model_args pretrained=RUN --tasks TASKS reads a run folder",
     "harness_path": "lm_eval --include_path FOLDER takes your own tasks",
     "lookup": "python -m studies.context --lookup=100 asks for distant keys",
     "max_new_tokens": "lm_eval scores generated answers, in tasks of output_type generate_until",
@@ -307,6 +307,21 @@ def contents(path):
     return documents, questions
 
 
+def read_paths(is_run):
+    """
+    The documents of all paths, and a list of tasks (name, questions). is_run: no path means the run's own data.
+
+    ValueError if there are neither.
+    """
+    sources = list(folders_of(settings_of(init_from)["data"])) if is_run and not paths else paths
+    parts = [contents(path) for path in sources]
+    documents = [document for documents, _ in parts for document in documents]
+    tasks = [(os.path.basename(path), questions) for path, (_, questions) in zip(sources, parts) if questions]
+    if not documents and not tasks:
+        raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data")
+    return documents, tasks
+
+
 def measure(model, tok, documents, tasks):
     """document_bits() of the documents (None if there are none), and a list: choice_hits() of each task."""
     bits = document_bits(model, tok, documents) if documents else None
@@ -320,22 +335,13 @@ def main():
     folder = out or (init_from if is_run else "results/evaluate")
     if os.path.exists(f"{folder}/evaluation.json") and "rows" not in read_json(f"{folder}/evaluation.json"):
         raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
-    sources = paths
-    if is_run and not paths:
-        # A run of SFT on several files has a dict here: contents() says that there is no such file.
-        sources = [str(settings_of(init_from)["data"])]
     # All files are read before a model, so that a mistake in the last file costs no hour of the first.
-    parts = [contents(path) for path in sources]
-    documents = [document for documents, _ in parts for document in documents]
-    tasks = [(os.path.basename(path), questions) for path, (_, questions) in zip(sources, parts) if questions]
-    if not documents and not tasks:
-        raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data")
+    documents, tasks = read_paths(is_run)
 
     baseline_bits, baseline_hits = None, [None] * len(tasks)
-    if against:                                            # one model after the other is in memory
-        baseline = convert.load_for_inference(against, device, dtype)
-        baseline_bits, baseline_hits = measure(*baseline, documents, tasks)
-        del baseline
+    if against:
+        # Not kept in a variable: one model after the other is in memory.
+        baseline_bits, baseline_hits = measure(*convert.load_for_inference(against, device, dtype), documents, tasks)
     model, tok = convert.load_for_inference(init_from, device, dtype, base)
     bits, hits = measure(model, tok, documents, tasks)
     rows = list(text_scores(documents, bits, baseline_bits)) if documents else []
