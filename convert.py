@@ -27,6 +27,7 @@ read here:
 """
 
 import copy
+import functools
 import hashlib
 import math
 import os
@@ -54,7 +55,7 @@ load = ""              # a run folder, a Hugging Face folder or name, or a folde
 save = ""              # the folder to write in Hugging Face's format; FILE.json: the vocabulary alone, for prepare.py
 dtype = "float32"      # of the written tensors: float32 | bfloat16
 merge = False          # add adapters to their matrices
-trace = ""             # print what each module computes for this text (studies/trace.py)
+trace = ""             # print what each module computes for this text, as trace_modules() does
 
 # -----------------------------------------------------------------------------
 # config.json
@@ -249,7 +250,7 @@ def shape_in(folder):
     hf = read_json(f"{folder}/config.json")
     # transformers keeps our settings in the files that it saves, but may have changed the model.
     if os.path.isdir(f"{folder}/ckpt") or hf.get("model_type") == "nanoapertus":
-        return ApertusConfig.of(settings_of(folder))
+        return ApertusConfig.from_settings(settings_of(folder))
     return config_from_hf(hf)
 
 
@@ -457,6 +458,14 @@ def load_for_inference(name, device, dtype, base=""):
     return model.eval(), tok
 
 
+def check_same_vocabulary(tok, data, name):
+    """ValueError if a data folder was made with another tokenizer than `tok`, that of the model `name`."""
+    if load_for(first_folder(data)).hash != tok.hash:
+        raise ValueError(f"{data} was made with another vocabulary than that of {name}: prepare the data with "
+                         f"the model's, python convert.py --load={name} --save=vocabulary.json and "
+                         "python prepare.py TEXTS --tokenizer=vocabulary.json")
+
+
 def fingerprint(model):
     """
     A sha256 of the first 64 values of each weight, rounded to bf16: equal for a model in fp32 and in bf16, quantised or
@@ -600,6 +609,35 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
 
 
 # -----------------------------------------------------------------------------
+# what each module computes, to debug another engine
+
+
+@torch.no_grad()
+def trace_modules(model, tok, text):
+    """
+    Print the ids of a text, and a line for each module of a model in the order of computation: its name, the shape,
+    mean, norm, and eight digits of the sha256 of its values in fp32. Later calls of the model print too.
+
+    Names and values are those of transformers' modules, so the first line that differs names the faulty module. RoPE
+    and the product of attention have no line: if q_norm, k_norm and v_proj agree and o_proj does not, look there. Mean
+    and norm agree up to rounding, the hash only if every bit does.
+    """
+    ids = [tok.bos, *tok.encode(text)]
+    for name, module in model.named_modules():
+        module.register_forward_hook(functools.partial(print_output, name))
+    print(f"ids {ids}")
+    model(torch.tensor([ids]))
+
+
+def print_output(name, module, inputs, output):
+    """Print the line of a module. output: (1, ...). The model itself, whose name is "", has no line."""
+    if name:
+        x = output[0].float()
+        digest = hashlib.sha256(x.numpy().tobytes()).hexdigest()
+        print(f"{name:45} {list(x.shape)!s:16} {x.mean():+.6e} {x.norm():.6e} {digest:.8}")
+
+
+# -----------------------------------------------------------------------------
 # the command
 
 
@@ -616,7 +654,6 @@ def main():
     model, tok = load_any(load)
     print(f"{load}: {model.num_params():,} parameters; {model.config}")
     if trace:
-        from studies.trace import trace as trace_modules  # here, since it is for debugging only
         trace_modules(model, tok, trace)
     if save:
         save_hf(model, save, tok, dtype, merge=merge)

@@ -46,12 +46,12 @@ def chunk_rows(V, device, trained=True):
     the head is trained, because each chunk reads and writes the head's gradient. It is a power of two, like batch
     sizes: a remainder would be another shape to compile.
     """
-    most = 2**26
+    logits = 2**26
     if device.type == "cpu" and V <= 2**14:
-        most = 2**22
+        logits = 2**22
     if device.type == "cuda" and trained:
-        most = 2**27
-    return max(128, 2 ** ((most // V).bit_length() - 1))
+        logits = 2**27
+    return max(128, 2 ** ((logits // V).bit_length() - 1))
 
 
 def add_product(total, a, b):

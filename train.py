@@ -26,7 +26,7 @@ import configurator
 from ademamix import build_optimizer, optimizer_step
 from data import StagedDataset, TokenDataset, prefetch, started_stages
 from engine.checks import check_settings, check_vocabulary
-from engine.clock import DecayClock, plan_state
+from engine.clock import DecayClock, decay_state
 from engine.parallel import Ranks, check_finite, distribute, drop_gathered, orderly_exit, reduce_step, split_batch
 from engine.run import Run, StepInterrupted
 from model import Apertus, ApertusConfig
@@ -153,7 +153,7 @@ def train(run, plan, clock, model, optimizer, train_data, val_data, micro_batch_
     batches = prefetch(lambda step: train_data.batch(*plan.samples_of(step, ranks.group, ranks.groups)), run.done)
     for step in run.steps():
         batch = next(batches)                              # this rank's samples
-        # Ranks that share a window have counted it once each.
+        # P ranks read the same window, and each of them has counted it.
         n_kept, n_tokens = (n * ranks.groups / ranks.size
                             for n in ranks.all_reduce(batch.keep.sum(), batch.keep.numel()))
         parts = batch.split(micro_batch_size, run.device)
@@ -184,7 +184,7 @@ def train(run, plan, clock, model, optimizer, train_data, val_data, micro_batch_
         if sample_every and (step + 1 == run.end or (step + 1) % sample_every == 0):
             from sample import sample_of
             run.log.say(sample_of(model, run.device, data, seed))
-        run.save_if_due(step + 1, model, optimizer, **plan_state(plan))
+        run.save_if_due(step + 1, model, optimizer, **decay_state(plan))
 
 
 def validate(run, model, val_data, windows, micro_batch_size):
@@ -199,15 +199,15 @@ def validate(run, model, val_data, windows, micro_batch_size):
     total = count = 0.0
     start = ranks.group * micro_batch_size
     for first in range(start, start + windows, micro_batch_size * ranks.groups):
-        # The last batch is moved back to be as large as the others, which are compiled; repeated windows do not count.
-        # A rank without windows runs all the same, because FSDP gathers weights from all ranks.
+        # All batches have one size, since each size would be compiled. So the last one begins earlier, and its windows
+        # that were scored before do not count. A rank without windows runs all the same: FSDP gathers its weights too.
         begin = max(0, min(first, windows - micro_batch_size))
         [part] = val_data.batch(begin, min(micro_batch_size, windows)).split(micro_batch_size, run.device)
         part.keep[:first - begin] = False
         if ranks.P > 1:
             part = split_batch(ranks, *part)
-        keep = part[2]
-        total += (model.nll(*part) * keep).sum().item()
+        idx, targets, keep, *doc_and_positions = part
+        total += (model.nll(idx, targets, *doc_and_positions) * keep).sum().item()
         count += keep.sum().item()
     drop_gathered(model)
     model.train()
@@ -250,7 +250,7 @@ def main(requested):
         checkpoint, decayed = None, []
         if resume:
             checkpoint, plan.decay_at, decayed = restore.find_checkpoint(
-                out, settings, plan, started_stages, ranks.files)
+                out, settings, plan, started_stages, ranks.save_group)
         model = build_model(model_shape, settings, ranks, place, compiled, weights, fresh=not checkpoint)
         # AdEMAMix' warm-ups last as long as the run, at most Apertus' 100,000 steps of 2.6 million: a short run would
         # stay close to plain Adam. With --minutes they last as long as total_samples would, whatever the clock says.
@@ -270,9 +270,9 @@ def main(requested):
         if init_from and eval_every and not checkpoint:    # how good is the start?
             run.log.write(0, tokens=0, **validate(run, model, val_data, eval_windows, micro_batch_size))
         with suppress(StepInterrupted):                    # the steps before it are saved below
-            train(run, plan, DecayClock(run, plan, minutes * by_clock), model, opt, train_data, val_data,
-                  micro_batch_size, teacher_model)
-        finished = run.close(model, opt, **plan_state(plan))
+            train(run, plan, DecayClock(run, plan, minutes * by_clock), model, opt, train_data=train_data,
+                  val_data=val_data, micro_batch_size=micro_batch_size, teacher_model=teacher_model)
+        finished = run.close(model, opt, **decay_state(plan))
         summary = finish(run, plan, model, val_data, micro_batch_size) if finished else None
         ranks.leave()
         conclude(run, summary)
@@ -298,7 +298,7 @@ def load_teacher(model_shape, ranks, place, compiled):
     """The model to learn from; None without one."""
     if not (teacher and distill):
         return None
-    from posttrain.distill import Teacher
+    from distill import Teacher
     return Teacher(teacher, distill, model_shape, data, ranks, place, pick_dtype(dtype, place), compiled)
 
 

@@ -1,4 +1,13 @@
 # Apertus 8B, the pretraining run (swiss-ai/pretrain-code submit_apertus_8b.sh). 8,053,338,176 parameters.
+#
+# Eight GPUs of 80 GB hold it in shards, two windows at a time. One GPU of 141 GB (H200) holds all of it with
+#
+#     --state_dtype=bfloat16 --recompute=selective --micro_batch=1 --eval_every=20
+#
+# 16 bytes a parameter are 128.9 GB: weights 32.2, gradients 32.2, averages in bf16 32.2, squares 32.2. With averages in
+# fp32 it would be 161 GB. The rest of the memory holds one window. A step of 4.2M tokens would take about ten minutes,
+# so 15T tokens would take 60 years: use this with continue_8b.py, or set your own --total_samples. No GPU has run it
+# yet.
 from configs.pretraining import *
 
 out = "out/8b"

@@ -1,5 +1,11 @@
 # Apertus 8B, alignment with QRPO (report sec. 4; swiss-ai/posttraining): 380,537 prompts scored by
-# Skywork-Reward-V2-Llama-3.1-8B, and 72,698 controversial ones by the Swiss AI Charter.
+# Skywork-Reward-V2-Llama-3.1-8B, and 72,698 controversial ones by the Swiss AI Charter. The 70B, with a fifth of the
+# learning rate:
+#
+#     --init_from=out/sft_70b --micro_batch=1 --lr=1e-7 --rewards=
+#
+# Its data need "completions", "rewards" and "ref_rewards", from an inference engine and the reward model of the 8B.
+# Then each rank reads its shards of the start model, and no rank ever holds all of it, 282 GB.
 out = "out/qrpo_8b"
 init_from = "out/sft_8b"
 # Prompts. If they come with "completions" of other models (offline), the references (off-policy) are trained on too.

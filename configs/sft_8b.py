@@ -1,5 +1,7 @@
 # Apertus 8B, supervised fine-tuning (report sec. 4; swiss-ai/posttraining): 4,184,087 conversations (Table 12; the
-# report's text says 3.8 million), one epoch.
+# report's text says 3.8 million), one epoch. The 70B, with twice the batch and a smaller step:
+#
+#     --init_from=swiss-ai/Apertus-70B-2509 --batch_size=1024 --micro_batch=1 --lr=2e-6        # 4,087 steps
 out = "out/sft_8b"
 # The published base; the run itself started from the checkpoint of the 64k-context stage.
 init_from = "swiss-ai/Apertus-8B-2509"

@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from configurator import run
 from corpus.dedup import LONG, fingerprint, signatures, words
+from corpus.folder import shards_of
 from corpus.ledger import rows_of
 from corpus.report import counted, described, verify
-from corpus.shards import shards_of
 from data import StagedDataset, Stream, TokenDataset, first_folder, started_stages
 from engine.files import in_one_line, read_text
 from engine.plot import entries

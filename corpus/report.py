@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 from numpy.lib.format import open_memmap
 from tqdm import tqdm
 
+from corpus.folder import shards_of
 from corpus.ledger import FILE, NUMBERS, PII, ledger, rows_of
 from corpus.robots import FILE_STATES, RESERVED, file_state, host_key
 from corpus.rules import RULES
-from corpus.shards import shards_of
 from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
 
 # Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.

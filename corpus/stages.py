@@ -35,13 +35,12 @@ from pyarrow.parquet import ParquetFile, read_table, write_table
 import tokenizer as tokenizers
 from configurator import ROOT
 from corpus import dedup, ledger
-from corpus.folder import publish
+from corpus.folder import dtype_of, publish, safe, write_shard, write_tokens
 from corpus.pii import TAGS, scrub_pii
 from corpus.readers import check, documents, id_hash, rows_of, writable
 from corpus.report import hosts_of, verify, write_report
 from corpus.robots import AGENTS, COLUMNS, blocked_domains, open_reservations, open_robots, refusal
 from corpus.rules import TOXICITY, as_number, broken, by_language, listed, top_thresholds
-from corpus.shards import dtype_of, safe, write_shard, write_tokens
 from engine.files import read_json, sha256, write_json
 
 # Bytes of text in a group, and in a bucket.

@@ -21,11 +21,10 @@ import numpy as np
 
 from corpus import readers
 from corpus.dedup import fingerprint
-from corpus.folder import clear, empty, publish
+from corpus.folder import clear, empty, publish, shards_of, write_shard
 from corpus.ledger import FILE, changed, rows_of, write_ledger
 from corpus.report import added, counted, verify, write_report
 from corpus.robots import host_key, open_robots, refusal
-from corpus.shards import shards_of, write_shard
 
 
 def withdraw(path, out, final, tmp):

@@ -26,7 +26,7 @@ import sys
 
 import torch
 
-from engine.gpus import memory_of, name_in_table
+from engine.hardware import memory_of, name_in_table
 
 MODES = ("none", "cheap", "selective", "full")
 

@@ -8,7 +8,9 @@ One run of a training script: everything but its method. The scripts have a loop
                 ...
             run.log.step(...)
             run.save_if_due(step + 1, model, optimizer)
-        run.close(model, optimizer)                         the last save, on disk
+        run.close(model, optimizer)                         the last save, on disk; then the last validation
+        ranks.leave()                                       no rank waits for another any more
+        run.log.conclude(summary)                           summary.json and loss.png
 
 The user asks by a signal or by a file in the run folder: stop, cooldown (the decay), profile. Before each step all
 ranks agree on what is asked of any of them, so that all do it in the same step.
@@ -25,7 +27,6 @@ from engine.checkpoint import Saver
 from engine.hardware import keep_freed_memory
 from engine.log import Log
 from engine.runs import claim, forget
-from engine.trace import StepTrace
 
 
 class StepInterrupted(Exception):
@@ -78,7 +79,8 @@ class Run:
     def __exit__(self, kind, error, traceback):
         self.log.close_bar()                               # so that an error starts on a new line
         if self.saver and isinstance(error, ValueError):
-            self.saver.finish()                            # it is raised on all ranks
+            # Most are raised on all ranks, which have begun this save together: let it end.
+            self.saver.finish()
         self.on_exit.close()
         if isinstance(error, torch.OutOfMemoryError):      # on GPUs only
             torch.cuda.memory._dump_snapshot(f"{self.out}/memory-{self.ranks.rank}.pickle")
@@ -95,7 +97,7 @@ class Run:
         self.done = self.saved = manifest["step"]
         self.started_at = time.perf_counter() - manifest["seconds"]
         self.saved_at = time.perf_counter()
-        self.saver = Saver(f"{self.out}/ckpt", self.settings["keep_checkpoints"], self.ranks.files)
+        self.saver = Saver(f"{self.out}/ckpt", self.settings["keep_checkpoints"], self.ranks.save_group)
         if path and self.ranks.is_main:
             print(f"resumed from {path}")
         is_gpu = self.device.startswith("cuda")
@@ -136,8 +138,9 @@ class Run:
 
     def micro_batches(self, model, parts):
         """
-        Yield the parts of a step, and tell FSDP which is the last. StepInterrupted if the user asks any rank to stop: a
-        step of the 8B takes a minute on one node, and Slurm kills 30 seconds after SIGTERM.
+        Yield the parts of a step, and say before each whether its gradients are added over ranks after it.
+        StepInterrupted if the user asks any rank to stop: a step of the 8B takes a minute on one node, and Slurm kills
+        30 seconds after SIGTERM.
         """
         for i, part in enumerate(parts):
             if i and self.ranks.any_rank(stop=self.is_requested("stop"))["stop"]:
@@ -147,8 +150,7 @@ class Run:
                 self.trace.stop()                          # a long step would make a file of gigabytes
             if time.perf_counter() - self.step_started_at > 10:
                 self.log.show(f"micro-batch {i + 1} of {len(parts)}")
-            # FSDP adds gradients over ranks after each micro-batch, DDP and exact FSDP once, after the last.
-            parallel.reduce_after(model, self.ranks, last=i + 1 == len(parts))
+            parallel.set_gradient_sync(model, self.ranks, is_last=i + 1 == len(parts))
             yield part
 
     def is_requested(self, name):
@@ -193,5 +195,32 @@ class Run:
         further entries of the manifest.
         """
         manifest = state | dict(config=self.settings, seconds=self.seconds())
-        self.saver.save(steps, model, optimizer, manifest, spare=keep_until)
+        self.saver.save(steps, model, optimizer, manifest, keep_until=keep_until)
         self.saved, self.saved_at = steps, time.perf_counter()
+
+
+class StepTrace:
+    """
+    Trace what runs in a `with` block into OUT/trace.json, for chrome://tracing or ui.perfetto.dev, and remove the file
+    OUT/profile that has asked for it.
+    """
+
+    def __init__(self, out, wanted):
+        self.out = out
+        self.profiler = torch.profiler.profile() if wanted else None
+
+    def __enter__(self):
+        if self.profiler:
+            self.profiler.start()
+        return self
+
+    def __exit__(self, *error):
+        self.stop()
+
+    def stop(self):
+        """End the trace before the block ends. The second call does nothing."""
+        profiler, self.profiler = self.profiler, None
+        if profiler:
+            profiler.stop()
+            profiler.export_chrome_trace(f"{self.out}/trace.json")
+            forget(self.out, "profile")

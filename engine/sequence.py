@@ -6,7 +6,7 @@ exchange positions for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each gets al
 the K/P key-value heads that these share. The sums are those of one process, and parameters collect gradients over ranks
 as over micro-batches. Per block and direction it costs two all-to-alls of (B, H, T/P, D) and two of (B, K, T/P, D).
 
-$ torchrun --nproc_per_node=8 train.py configs/8b.py configs/long/64k.py --parallel=fsdp --sequence_parallel=8
+$ torchrun --nproc_per_node=8 train.py $(python configs/long.py 8b 64k) --parallel=fsdp --sequence_parallel=8
 """
 
 import torch
@@ -26,7 +26,7 @@ def exchange(x, ranks, give, take):
     give heads, take positions: all heads of this rank's positions (B, H, T/P, D) -> some heads of all (B, H/P, T, D).
     """
     parts = torch.stack(x.chunk(ranks.P, give))            # (P, B, H/P, T/P, D)
-    parts = all_to_all_single_autograd(parts, None, None, ranks.window)
+    parts = all_to_all_single_autograd(parts, None, None, ranks.window_group)
     return torch.cat(parts.unbind(), take)
 
 

@@ -18,6 +18,7 @@ Not reproduced  The collapse of rank and return, and a gain by PFO. The paper pl
 $ python -m papers.ppo_collapse     # the runs that rows.jsonl lacks, up to a minute each, then table.md and plots
 """
 
+import math
 import os
 import sys
 
@@ -32,7 +33,6 @@ from torch import nn
 from tqdm import tqdm
 
 from configurator import run
-from papers.collapse import dead_units, spectrum
 from studies import kit
 
 seeds = 5                           # number of seeds, from seed 2 on: the settings were chosen with seed 1
@@ -231,6 +231,48 @@ def step(net, optimizer, loss):
 # ----------------------------------------------------------------------------------------------------------------------
 # diagnosis
 
+RANKS = "effective", "pca99", "srank", "feature", "torch", "stable"
+
+
+def spectrum(h):
+    """
+    {name: rank} of features h (N samples, C), fp32 or fp64, not centred: is the representation collapsing?
+
+        s = singular values of h        p = s / sum(s)
+        effective    exp(-sum p log p)                                 Roy & Vetterli 2007
+        pca99        the fewest directions that hold 99 % of sum(s^2)
+        srank        the fewest directions that hold 99 % of sum(s)    Kumar et al. 2021
+        feature      the number of s / sqrt(N) above .01               Lyle et al. 2022
+        torch        the number of s above rounding errors, as torch.linalg.matrix_rank counts
+        stable       sum(s^2) / max(s)^2
+
+    All lie in [0, min(N, C)]. They are 0 if h is zero, and nan if h is not finite. The paper's code has the first five.
+    """
+    finite = h.isfinite().all()
+    if not finite or not h.any():
+        return dict.fromkeys(RANKS, 0 if finite else math.nan)
+    s = torch.linalg.svdvals(h.cpu() if h.is_mps else h)                # descending; torch 2.13 has no kernel for MPS
+    energy = s.square()
+    ranks = (
+        torch.special.entr(s / s.sum()).sum().exp(),
+        fewest(energy),
+        fewest(s),
+        (s / len(h) ** 0.5 > 0.01).sum(),
+        (s > max(h.shape) * torch.finfo(h.dtype).eps * s[0]).sum(),
+        energy.sum() / energy[0],
+    )
+    return {name: rank.item() for name, rank in zip(RANKS, ranks)}
+
+
+def fewest(values):
+    """The number of leading values, sorted from large to small, that make up 99 % of their sum."""
+    return (values.cumsum(0) < 0.99 * values.sum()).sum() + 1
+
+
+def dead_units(h):
+    """(units,) bool: the columns of h (samples, units) that are never above 0. The same before and after ReLU."""
+    return (h <= 0).all(0)
+
 
 @torch.no_grad()
 def diagnose(actor, critic, seen, action, log_prob):
@@ -314,7 +356,7 @@ ratio of y to 1.25. Below: the norm in CartPole; c is the weight of PFO.
 """
 
 NOTES = """
-`rank_*`: ranks of the actor's last hidden layer (papers/collapse.py). `critic_rank`: the critic's `pca99`. `dead`:
+`rank_*`: ranks of the actor's last hidden layer. `critic_rank`: the critic's `pca99`. `dead`:
 units of 128 that are 0 in all states. `norm`: of the pre-activations. `beyond`: the share of ratios beyond the clip.
 `low_ratio`: the mean of those below 0.8.
 

@@ -373,7 +373,7 @@ def main():
         examples, notes = prepare_pairs(store, score)
         settings |= dict(data_hash=store.hash[:16], rewards_hash=reward_hash(rewards), tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(examples.sequences) / batch_size)
-        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.files) if resume else None
+        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         micro_batch_size, _ = memory.fit_to_memory(
             outline, settings, ranks, place, activations, examples.window, micro_batch, ranks_have_met=True)
         distribute(model, ranks, place, recompute, compiled)       # not before: references are sampled eagerly

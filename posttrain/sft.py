@@ -204,7 +204,7 @@ def main():
         conversations, dropped, data_hash = tokenize_data(f"{out}/tokens", tok, data, longest, date, ranks)
         settings |= dict(data_hash=data_hash[:16], tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(conversations) / batch_size)
-        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.files) if resume else None
+        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         window = longest if pack else conversations.longest
         micro_batch_size, _ = memory.fit_to_memory(
             outline, settings, ranks, place, activations, window, micro_batch, ranks_have_met=True)

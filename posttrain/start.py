@@ -7,12 +7,11 @@ The start model of a run, and adapters next to its weights: for train.py --init_
 import torch
 
 import convert
-from data import first_folder, read_meta
+from data import read_meta
 from engine import restore
 from model import Apertus
 from posttrain import lora
 from posttrain.quantised import quantise
-from tokenizer import load_for
 
 # The dtype in which a base model is loaded; None: that of its file, before its matrices are quantised.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
@@ -24,7 +23,7 @@ def start_with(name, shape, requested, data):
     has; of the settings that he has set, `requested`, only the window, RoPE and the document mask may differ.
     """
     config, tok, path = convert.start_of(name)
-    check_same_vocabulary(tok, data, name)
+    convert.check_same_vocabulary(tok, data, name)
     for key, value in vars(shape).items():
         if key not in requested:
             continue
@@ -35,14 +34,6 @@ def start_with(name, shape, requested, data):
                              "decides it")
     config.vocab_size = max(config.vocab_size, read_meta(data)["vocab_size"])
     return config, path
-
-
-def check_same_vocabulary(tok, data, name):
-    """ValueError if a data folder was made with another tokenizer than `tok`, that of the model `name`."""
-    if load_for(first_folder(data)).hash != tok.hash:
-        raise ValueError(f"{data} was made with another vocabulary than that of {name}: prepare the data with "
-                         f"the model's, python convert.py --load={name} --save=vocabulary.json and "
-                         "python prepare.py TEXTS --tokenizer=vocabulary.json")
 
 
 def check_base(settings, sharded=False):

@@ -58,6 +58,11 @@ test_prompts = 60                       # of 360 prompts; 60 others are for vali
 samples = 8                             # samples per test prompt, for the measurements
 report = False                          # run nothing: table and plot again from results.json
 
+# Two layers on the source of the standard library: a minute or two on two cores.
+PRETRAINING = [
+    "train", "configs/recipe.py", "--block_size=128", "--n_layer=2", "--ffn_dim=512", "--goldfish_k=0",
+    "--batch_size=16", "--micro_batch=16", "--total_samples=9600", "--warmup_samples=480", "--decay_samples=2880",
+    "--grad_clip=0.1", "--eval_every=300", "--checkpoint_every=600"]
 SFT = [
     "posttrain.sft", "--epochs=2", "--batch_size=64", "--micro_batch=64", "--lr=1e-3", "--optimizer=adamw",
     "--max_length=128"]
@@ -116,7 +121,7 @@ def train_reference():
     """Pretrain a small model, unless there is a `start`, and fine-tune it on the teacher's answers."""
     if not start:
         kit.call(f"{out}/data", f"{out}/data/meta.json", "prepare", f"--out={out}/data", "--tokenizer=apertus:1024")
-        kit.train(f"{out}/pretrained", ["train", "configs/align.py", f"--data={out}/data"])
+        kit.train(f"{out}/pretrained", [*PRETRAINING, f"--data={out}/data"])
     pretrained = start or f"{out}/pretrained"
     kit.train(f"{out}/sft", [*SFT, f"--init_from={pretrained}", f"--data={out}/conversations.jsonl"])
 

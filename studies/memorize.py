@@ -47,7 +47,7 @@ import convert
 import tokenizer as tokenizers
 from configurator import run
 from corpus import readers
-from corpus.shards import write_shard
+from corpus.folder import write_shard
 from engine.files import read_json, read_text, sha256_of
 from engine.hardware import pick_device
 from generate import generate

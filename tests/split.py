@@ -37,7 +37,8 @@ def step(dtype, ranks=None, mode="none", compiled=False):
     loss.backward()
     gradients = [p.grad for p in model.parameters()]
     nll = torch.zeros(IDX.shape, dtype=dtype)
-    nll[:, mine] = model.nll(*batch).to(dtype)
+    idx, targets, _, *doc_and_positions = batch
+    nll[:, mine] = model.nll(idx, targets, *doc_and_positions).to(dtype)
     return [loss.detach(), *gradients, nll]
 
 
@@ -64,5 +65,5 @@ if __name__ == "__main__":
         # What one rank cannot make is an error of all, at once.
         checkpoint.make_folder = str if ranks.is_main else os.readlink
         with pytest.raises(OSError):
-            checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.files)
+            checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.save_group)
         ranks.leave()

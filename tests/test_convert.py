@@ -23,7 +23,6 @@ from engine.files import read_json, read_text, write_json
 from engine.runs import settings_of
 from model import Apertus, ApertusConfig
 from posttrain.quantised import quantise
-from studies import trace
 
 FOLDER = os.path.join(GOLDEN, "hf_tiny_a")
 SMALL = ApertusConfig(
@@ -70,7 +69,7 @@ def test_a_finished_run_loads_in_transformers_as_it_is(lab, tmp_path):
 def test_a_variant_is_not_loaded_as_an_apertus(lab, tmp_path, more):
     folder = shutil.copytree(lab / "pretrained", tmp_path / "run")
     settings = settings_of(folder) | more
-    convert.describe(folder, settings, ApertusConfig.of(settings), BYTE)
+    convert.describe(folder, settings, ApertusConfig.from_settings(settings), BYTE)
     convert.complete(folder)
     assert not (folder / "model.safetensors").exists()
     assert settings_of(folder) == settings
@@ -200,7 +199,7 @@ def test_a_trace_is_that_of_transformers_modules_and_shows_the_first_that_differ
     golden = [line.split() for line in read_text(f"{FOLDER}/trace.txt").splitlines()]
 
     def first_difference():
-        trace.trace(copy.deepcopy(model), tok, "")
+        convert.trace_modules(copy.deepcopy(model), tok, "")
         lines = capsys.readouterr().out.splitlines()[1:]
         assert len(lines) == len(golden)
         for line, (name, *want) in zip(lines, golden):

@@ -4,16 +4,19 @@ import hashlib
 import os
 import runpy
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import script, table
+from conftest import ROOT, script, table
 from lab import run
 from tiny import GOLDEN
 from trained import corpus
 
-from configurator import config_file, read_config
+import train
+from configurator import config_file, configure, read_config
 from data import StagedDataset, TokenDataset, fingerprint, mapped, permute, read_meta, started_stages
 from engine.files import read_json
 from goldfish import goldfish_mask
@@ -290,7 +293,10 @@ PUBLISHED = read_json(f"{GOLDEN}/stages.json")
 def test_the_long_context_stages_have_the_published_steps_and_tokens(row):
     """The rate warms up over 1.2B tokens and then stays at the floor of pretraining's rate to the end."""
     size, name, *want = row
-    config = read_config(config_file(f"long/{name}" + "_70b" * (size == "70b")))
+    printed = subprocess.check_output([sys.executable, "configs/long.py", size, name], text=True, cwd=ROOT)
+    config, shape = dict(vars(train)), dict(vars(train.shape))
+    configure(config, printed.split(), shape)
+    config |= shape
     windows, theta, batch, total, warmup, decay, peak = (config[key] for key in KEYS.split())
     ((_, sources, until, _),) = config["stages"]
     steps = Plan(batch, config["batch_ramp_at"]).steps_in(total)
@@ -298,6 +304,7 @@ def test_the_long_context_stages_have_the_published_steps_and_tokens(row):
     assert warmup * windows / 1e9 == pytest.approx(1.26, abs=0.01)
     assert wsd(total - 1, peak, 0, warmup, total, decay) == read_config(config_file(size))["min_lr"]
     assert until == total
+    assert (config["doc_mask"], config["micro_batch"]) == (name != "64k", 1)
 
 
 KEYS = "block_size rope_theta batch_size total_samples warmup_samples decay_samples lr"

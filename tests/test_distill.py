@@ -1,4 +1,4 @@
-"""posttrain/distill.py and train.py --teacher: the loss against torch's own functions on all logits in fp64."""
+"""distill.py and train.py --teacher: the loss against torch's own functions on all logits in fp64."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from trained import log
 import convert
 import loss as loss_file
 from data import TokenDataset
+from distill import Teacher, chunk_loss
 from model import Apertus
-from posttrain.distill import Teacher, chunk_loss
 
 STUDENT = "--n_layer=1 --dtype=float32 --compile=False --eval_every=0 --last_eval_windows=8".split()
 

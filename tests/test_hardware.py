@@ -1,5 +1,5 @@
 """
-engine/hardware.py, gpus.py and decoding.py against the Linux kernel's files, and products in fp64.
+engine/hardware.py and decoding.py against the Linux kernel's files, and products in fp64.
 """
 
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 from conftest import table
 
 import model
-from engine import decoding, gpus, hardware
+from engine import decoding, hardware
 
 
 @pytest.mark.parametrize("names", ["cuda, mps, cpu", "mps, cpu", "cpu"])
@@ -85,22 +85,22 @@ def test_a_row_times_a_matrix_is_the_product_in_fp64_by_four_sums_if_it_is_compi
 
 def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
     """By the Linux kernel's documents: MemAvailable in KiB, and cgroup v2's limit, use and cache in bytes."""
-    assert gpus.memory_of("cpu") > (gpus.free_on_host() or 0)
+    assert hardware.memory_of("cpu") > (hardware.free_on_host() or 0)
     there = {
         "/proc/self/cgroup": "1:cpu:/x\n0::/job_7\n",
         "/sys/fs/cgroup/job_7/memory.current": "300000\n",
         "/sys/fs/cgroup/job_7/memory.stat": "anon 200000\ninactive_file 90000\n",
     }
-    monkeypatch.setattr(gpus.Path, "read_text", lambda path: there.get(str(path), ""))
-    assert gpus.free_on_host() is None
+    monkeypatch.setattr(hardware.Path, "read_text", lambda path: there.get(str(path), ""))
+    assert hardware.free_on_host() is None
     there["/proc/meminfo"] = "MemTotal:  900 kB\nMemAvailable:   500 kB\nHugePages_Total:  0\n"
-    assert gpus.free_on_host() == 500 * 1024
+    assert hardware.free_on_host() == 500 * 1024
     there["/sys/fs/cgroup/job_7/memory.max"] = "400000\n"
-    assert gpus.free_on_host() == 400_000 - (300_000 - 90_000)
+    assert hardware.free_on_host() == 400_000 - (300_000 - 90_000)
 
 
 @pytest.mark.parametrize("name, flops", [("NVIDIA H100 80GB HBM3", 989e12), ("Tesla T4", None)])
 def test_the_flops_of_a_gpu_are_its_vendors(monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
-    assert gpus.usage(1e12) == dict(mfu=flops and pytest.approx(1e12 / flops), memory_gib=3.0)
+    assert hardware.usage(1e12) == dict(mfu=flops and pytest.approx(1e12 / flops), memory_gib=3.0)

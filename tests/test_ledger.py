@@ -248,7 +248,7 @@ def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(dat
 @pytest.mark.parametrize("sha256, says", [(full, "is as it was"), (str, "another sha256")])
 def test_what_cannot_be_written_leaves_the_data_as_they_were(data, made, tmp_path, monkeypatch, sha256, says):
     """A removal and a new build, with a full disk and with a shard whose hash has changed."""
-    monkeypatch.setattr("corpus.shards.sha256", sha256)
+    monkeypatch.setattr("corpus.folder.sha256", sha256)
     (tmp_path / "list").write_text("in.jsonl:d1")
     before = written(data)
     for asked in (f"--remove={tmp_path}/list", made / "in.jsonl"):

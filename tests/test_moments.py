@@ -1,13 +1,12 @@
-"""AdEMAMix's compiled update against the eager one; engine/moments.py: rounding in bf16 against its expectation."""
+"""AdEMAMix's compiled update against the eager one, and rounding in bf16 against its expectation."""
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ademamix
-from ademamix import AdEMAMix
+from ademamix import AdEMAMix, stochastic_bf16
 from engine.hardware import can_compile
-from engine.moments import stochastic_bf16
 
 has_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler")
 # Matrices, vectors and a single number. 5003 and 7 x 3 leave a remainder in each vector register.

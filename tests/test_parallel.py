@@ -180,7 +180,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
     model.model.layers[0].register_forward_pre_hook(lambda block, _: sent.update(p.dtype for p in block.parameters()))
     one_shard.exact = exact
     for last in (False, True):
-        parallel.reduce_after(model, one_shard, last)
+        parallel.set_gradient_sync(model, one_shard, last)
         for some in model, whole:
             some.loss(IDX % 4, IDX).backward()
         added.append(all(p.grad is not None for p in model.parameters()))

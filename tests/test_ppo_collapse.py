@@ -1,5 +1,5 @@
 """
-papers/ppo_collapse.py and papers/collapse.py against the published functions (arXiv 2405.00662), gymnasium's
+papers/ppo_collapse.py against the published functions (arXiv 2405.00662), gymnasium's
 CartPole and scipy.
 
 tests/golden/ppo.*: networks of 5 inputs, two layers of 16 ReLUs and 3 actions or a value, as flat vectors.
@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 from scipy.signal import lfilter
 
-from papers import collapse, ppo_collapse
+from papers import ppo_collapse
 from studies import kit
 
 GOLDEN = f"{ROOT}/tests/golden/ppo"
@@ -36,11 +36,11 @@ def net(name, outputs=3):
 @pytest.mark.parametrize("want, dtype, rel", [("p1", torch.float64, 1e-10), ("p1_float32", torch.float32, 1e-4)])
 def test_the_five_ranks_are_the_published_ones(want, dtype, rel):
     for matrix, ranks in zip(DATA["p1_features"].to(dtype), WANT[want], strict=True):
-        assert [*collapse.spectrum(matrix).values()][:5] == pytest.approx(ranks, rel=rel)
+        assert [*ppo_collapse.spectrum(matrix).values()][:5] == pytest.approx(ranks, rel=rel)
 
 
 def test_dead_units_are_the_published_ones():
-    assert [collapse.dead_units(matrix).sum() for matrix in DATA["p2_relu"]] == WANT["p2"]["relu"]
+    assert [ppo_collapse.dead_units(matrix).sum() for matrix in DATA["p2_relu"]] == WANT["p2"]["relu"]
 
 
 @pytest.mark.parametrize("case", ["ppo", "entropy", "pfo_last"])

@@ -23,7 +23,6 @@ import tokenizer
 from configurator import settings
 from corpus import folder, stages
 from corpus.dedup import fingerprint
-from corpus.shards import write_tokens
 from data import read_meta
 from engine import files
 
@@ -200,7 +199,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch)
 
     def changing(*args):
         file.write_text(file.read_text() + " ")
-        return write_tokens(*args)
+        return folder.write_tokens(*args)
 
     monkeypatch.setattr(stages, "write_tokens", changing)
     refuse("has changed", "--tokenizer=byte", file, f"--out={tmp_path}/out")

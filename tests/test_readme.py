@@ -125,7 +125,10 @@ def test_the_loop_goes_through_the_four_long_context_stages(small, tmp_path):
     assert (start, goes_on) == ("out/8b", "FROM=out/8b-$L")
     start, thetas = "out/laptop", []
     for L in words.split():
-        small(train.replace("$FROM", start).replace("$L", L))
+        line = train.replace("$FROM", start).replace("$L", L)
+        printed = re.search(r"\$\((.*?)\)", line)
+        stage = subprocess.check_output(printed[1].split(), text=True, cwd=ROOT)
+        small(line.replace(printed[0], shlex.join(stage.split())))
         start = f"out/8b-{L}"
         thetas.append(settings_of(tmp_path / f"8b-{L}")["rope_theta"])
     assert thetas == [1e6, 2e6, 4e6, 12e6]

@@ -1,4 +1,4 @@
-"""sample.py and its conversations (posttrain/talk.py): the same tokens as without a cache, and a user's commands."""
+"""sample.py and its conversations: the same tokens as without a cache, and a user's commands."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import tokenizer
 from chat import stop_ids
 from engine.files import read_json
 from generate import KVCache, generate
-from posttrain import talk
+from sample import Conversation
 
 TOK = tokenizer.load("byte")
 
@@ -69,11 +69,11 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
     model.lm_head.weight.data[: 64 + ord("a")] = model.lm_head.weight.data[65 + ord("z") :] = 0
     read, begin, said = [], KVCache.begin, []
     monkeypatch.setattr(KVCache, "begin", lambda self, T: read.append(T) or begin(self, T))
-    conversation = talk.Conversation(model, TOK, "s", None, False)
+    conversation = Conversation(model, TOK, "s", None, False)
 
     def answer(words):
         prompt = [*conversation.messages, dict(role="user", content=words)]
-        conversation.answer(words, dict(temperature=0), 20)
+        conversation.answer(words, 20, dict(temperature=0))
         said.append((TOK.chat(prompt, add_generation_prompt=True), conversation.ids))
 
     list(map(answer, ("first", "second, and longer", "third")))
@@ -85,32 +85,28 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
 
 
 def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypatch, tmp_path):
-    """Thoughts, a tool call and its output, an answer: posttrain/sft.py can train on the file of /save."""
+    """
+    Thoughts and a call of a tool, which ends the turn; thoughts and an answer; text: posttrain/sft.py can train on the
+    file of /save.
+    """
     convert.save_hf(model, str(tmp_path / "hf"), TOK)
     calls = '[{"get_weather": {"city": "Bern"}}]'
-    told = ids_of(
-        "@inner_prefix",
-        "need it",
-        "@tools_prefix",
-        calls,
-        "@tools_suffix",
-        "so",
-        "@inner_suffix",
-        "12 C.",
-        "@assistant_end",
-    )
-    new = iter([*ids_of("gone", "@assistant_end"), *told, *ids_of("plain"), TOK.id_of("</s>")])
+    call = ids_of("@inner_prefix", "need it", "@tools_prefix", calls, "@tools_suffix")
+    told = ids_of("@inner_prefix", "so", "@inner_suffix", "12 C.", "@assistant_end")
+    new = iter([*ids_of("gone", "@assistant_end"), *call, *told, *ids_of("plain"), TOK.id_of("</s>")])
     monkeypatch.setattr(generate_file, "sample_token", lambda logits, **_: torch.tensor([next(new)]))
-    prompts, stream = [], talk.stream
+    prompts, stream = [], generate_file.stream
     monkeypatch.setattr(
-        talk, "stream", lambda model, idx, *args, **how: prompts.append([*idx[0]]) or stream(model, idx, *args, **how)
+        generate_file,
+        "stream",
+        lambda model, idx, *args, **how: prompts.append([*idx[0]]) or stream(model, idx, *args, **how),
     )
-    typed = f'Hi\n/system be brief\nWeather?\n"12 C"\n/help\nAnd?\n/save {tmp_path / "saved"}\n'
+    typed = f"Hi\n/system be brief\nWeather?\n12 C\n/help\nAnd?\n/save {tmp_path / 'saved'}\n"
     out = said(tmp_path / "hf", "--chat", "--max_new_tokens=99", stdin=typed + "b" * 700 + "\n\nnever read\n")
-    assert f"[thoughts need it[calls {calls}]\n" in out and "so]\n12 C.\n" in out and "/system TEXT" in out
+    assert f"[thoughts need it[calls {calls}]\n" in out and "[thoughts so]\n12 C.\n" in out and "/system TEXT" in out
     assert "/reset starts another" in out
-    row = read_json(tmp_path / "saved")
+    row, end = read_json(tmp_path / "saved"), ids_of("@assistant_end")
     ids, mine = chat.render(TOK, row)
     assert len(prompts) == 4 and all(ids[: len(prompt)] == prompt for prompt in prompts[1:])
-    assert [i for i, its in zip(ids, mine) if its] == told + ids_of("plain", "@assistant_end")
+    assert [i for i, its in zip(ids, mine) if its] == call + end + told + ids_of("plain") + end
     assert row["messages"][-1]["content"] == "plain"

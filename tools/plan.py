@@ -34,7 +34,7 @@ import convert
 import train
 from configurator import config_file, configure, read_config, run as run_script, settings
 from engine.checks import CHOICES
-from engine.gpus import GPUS
+from engine.hardware import GPUS
 from engine.memory import MODES, count_trained, format_gb, list_layouts, step_memory
 from engine.parallel import Ranks, check_split
 from model import ApertusConfig
@@ -85,10 +85,13 @@ def shape_of(run, set_by_user):
     """
     name = run["init_from"]
     if not name:
-        return ApertusConfig.of(run | dict(vocab_size=run["vocab_size"] or 131072))
+        return ApertusConfig.from_settings(run | dict(vocab_size=run["vocab_size"] or 131072))
     # The published models have the shapes of these configs: a plan needs no network.
     published = [size for size in ("8b", "70b") if name.startswith(f"swiss-ai/Apertus-{size.upper()}-")]
-    config = ApertusConfig.of(read_config(config_file(published[0]))) if published else convert.shape_of(name)
+    if published:
+        config = ApertusConfig.from_settings(read_config(config_file(published[0])))
+    else:
+        config = convert.shape_of(name)
     window = run["block_size"] if "block_size" in set_by_user else config.block_size
     config.block_size = run["max_length"] or window
     return config
@@ -255,7 +258,7 @@ def table_of_fits():
     """The memory that six commands take of each GPU."""
     yield "GB at the peak  configs/"
     for command in (
-            "8b.py 8b_one_gpu.py --gpus=1 --gpu=h200",
+            "8b.py --state_dtype=bfloat16 --recompute=selective --micro_batch=1 --gpus=1 --gpu=h200",
             "8b.py --parallel=fsdp --gpus=8 --gpu=h200",
             "8b.py --parallel=fsdp --micro_batch=2 --gpus=8 --gpu=h100",
             "sft_8b.py --parallel=fsdp --pack --compile --gpus=8 --gpu=h200",
@@ -272,10 +275,11 @@ def table_of_cards():
     tokens, recompute=full.
     """
     yield "GB at the peak, of which card   all weights  LoRA on bf16          int8           NF4"
-    for name in ("8b", "70b"):
-        line = f"{name.upper():29}"
+    for name in ("8B", "70B"):
+        line = f"{name:29}"
         for adapters in ("", "--lora_r=16 --base=bf16", "--lora_r=16 --base=int8", "--lora_r=16 --base=nf4"):
-            run, config = read_command(f"sft_{name} --gpus=1 --micro_batch=1 --recompute=full {adapters}")
+            run, config = read_command(
+                f"sft_8b --init_from=swiss-ai/Apertus-{name}-2509 --gpus=1 --micro_batch=1 --recompute=full {adapters}")
             size = peak_memory(run, build_model(run, config))["total"]
             card = next((f" of {card}" for card in (16, 24, 40, 80, 141) if size <= card * 1e9), "")
             line += f"{format_gb(size) + card:>14}"

@@ -20,7 +20,6 @@ server.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch._inductor.config",
-        "engine.moments",
         "engine.memory",
         "engine.plot",
         "engine.recompute",
