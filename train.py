@@ -213,8 +213,8 @@ def validate(run, model, val_data, windows, micro_batch_size):
     drop_gathered(model)
     model.train()
     total, count = ranks.all_reduce(total, count)
-    loss = total / count
-    return dict(val_loss=loss, val_bpb=val_data.bits_per_byte(loss), seconds=round(run.seconds(), 1))
+    bpb = val_data.bits_per_byte(total / count)
+    return dict(val_loss=total / count, val_bpb=bpb, seconds=round(run.seconds(), 1))
 
 
 # -----------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def validate(run, model, val_data, windows, micro_batch_size):
 
 def main(requested):
     """requested: the names of the settings that the user has set, the latest last."""
-    by_clock = minutes > 0 and is_set_later(requested, "minutes", "total_samples")
+    by_clock = minutes > 0 and configurator.is_set_later(requested, "minutes", "total_samples")
     check_settings(configurator.settings(globals()), by_clock)
     ranks = Ranks(parallel, exact, hsdp_shard, sequence_parallel)
     place = ranks.place(pick_device(device))
@@ -234,10 +234,10 @@ def main(requested):
         model_shape, weights = start_config(init_from, model_shape, requested, data)
     train_data, val_data = open_data(model_shape)
     model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
-    settings = configurator.settings(globals(), model_shape) | dict(
-        data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"], minutes=minutes if by_clock else 0.0)
     teacher_model = load_teacher(model_shape, ranks, place, compiled)
-    settings["teacher_hash"] = teacher_model.hash if teacher_model else ""
+    settings = configurator.settings(globals(), model_shape) | dict(
+        data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"], minutes=minutes if by_clock else 0.0,
+        teacher_hash=teacher_model.hash if teacher_model else "")
     plan = Plan.from_settings(settings, stage_end=train_data.stage_end)
     if by_clock:
         plan.decay_at = None
@@ -279,11 +279,6 @@ def main(requested):
         conclude(run, summary)
 
 
-def is_set_later(requested, name, other):
-    """Whether the user has set one setting later than another, or not the other."""
-    return [n for n in requested if n in (name, other)][-1:] != [other]
-
-
 def open_data(model_shape):
     """The training data, with Goldfish, and the validation data, in which every predictable token counts."""
     goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope
@@ -304,9 +299,7 @@ def load_teacher(model_shape, ranks, place, compiled):
 
 
 def introduce(run, plan, model, train_data):
-    """
-    Print how large the run is. Delete the weights of an earlier end of it, and write config.json and the vocabulary.
-    """
+    """Print how large the run is; begin its folder: config.json and the vocabulary, no weights of an earlier end."""
     from convert import remove_old_weights, write_run_config  # here, since training itself needs no tokenizer
     place = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
     length = f"{minutes:g} minute{'s' * (minutes != 1)}" if plan.decay_at is None else f"{plan.end:,} steps"
