@@ -108,11 +108,10 @@ def build_model(shape, settings, ranks, device, compiled=False, weights="", fres
     shape: ApertusConfig; settings: of a training script, a dict; weights: the file or folder of init_from's weights;
     fresh: False if a checkpoint will fill the trained weights.
     """
-    on_meta = ranks.sharded or device == "meta"            # distribute() gives shards their memory
-    with torch.device("meta" if on_meta else device):
+    with torch.device("meta" if ranks.sharded else device):     # distribute() gives shards their memory
         if settings["lora_r"] or settings["base"] != "fp32":     # a base without adapters is an error there
             from posttrain.start import build_lora_model
-            model = build_lora_model(shape, settings, ranks, device, on_meta)
+            model = build_lora_model(shape, settings, ranks, device, on_meta=ranks.sharded or device == "meta")
         else:
             model = Apertus(shape, seed=None)
     if settings.get("fp8"):                                # of train.py only
