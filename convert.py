@@ -433,7 +433,7 @@ def load_any(name, device="cpu", dtype=None, base=""):
     folder = folder_of(name)
     with in_one_line(folder, ValueError, OSError, torch.OutOfMemoryError):
         if has_adapter(folder):
-            _, start = lora.read_settings(folder)
+            _, start = lora.read_peft_config(folder)
             model, tok = load_any(start, device, dtype, base)
             lora.load(model, folder, fingerprint(model))
             return model, tok

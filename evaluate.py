@@ -296,6 +296,21 @@ def contents(path):
     return documents, questions
 
 
+def read_paths(is_run):
+    """
+    The documents of all paths, and a list of tasks (name, questions). is_run: no path means the run's own data.
+
+    ValueError if there are neither.
+    """
+    sources = list(folders_of(settings_of(init_from)["data"])) if is_run and not paths else paths
+    parts = [contents(path) for path in sources]
+    documents = [document for documents, _ in parts for document in documents]
+    tasks = [(os.path.basename(path), questions) for path, (_, questions) in zip(sources, parts) if questions]
+    if not documents and not tasks:
+        raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data")
+    return documents, tasks
+
+
 def measure(model, tok, documents, tasks):
     """document_bits() of the documents (None if there are none), and a list: choice_hits() of each task."""
     bits = document_bits(model, tok, documents) if documents else None
@@ -309,21 +324,13 @@ def main():
     folder = out or (init_from if is_run else "results/evaluate")
     if os.path.exists(f"{folder}/evaluation.json") and "rows" not in read_json(f"{folder}/evaluation.json"):
         raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
-    sources = paths
-    if is_run and not paths:
-        sources = list(folders_of(settings_of(init_from)["data"]))
     # All files are read before a model, so that a mistake in the last file costs no hour of the first.
-    parts = [contents(path) for path in sources]
-    documents = [document for documents, _ in parts for document in documents]
-    tasks = [(os.path.basename(path), questions) for path, (_, questions) in zip(sources, parts) if questions]
-    if not documents and not tasks:
-        raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data")
+    documents, tasks = read_paths(is_run)
 
     baseline_bits, baseline_hits = None, [None] * len(tasks)
-    if against:                                            # one model after the other is in memory
-        baseline = convert.load_for_inference(against, device, dtype)
-        baseline_bits, baseline_hits = measure(*baseline, documents, tasks)
-        del baseline
+    if against:
+        # Not kept in a variable: one model after the other is in memory.
+        baseline_bits, baseline_hits = measure(*convert.load_for_inference(against, device, dtype), documents, tasks)
     model, tok = convert.load_for_inference(init_from, device, dtype, base)
     bits, hits = measure(model, tok, documents, tasks)
     rows = list(text_scores(documents, bits, baseline_bits)) if documents else []

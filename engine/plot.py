@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.files import make_folder, read_json
+from engine.files import make_folder
 from engine.log import read_entry
 from engine.runs import settings_of
 
@@ -114,16 +114,16 @@ def curves(folders, path, panels=PANELS):
 def shared_panels(folders):
     """
     The panels in which runs can be compared: all if they have the same data, bits per byte if only the tokenizer
-    differs. ValueError if the validation texts differ, since then no number has a common unit; OSError if a run's data
+    differs. ValueError if the validation texts differ, since then no number has a common unit, or if a run's data
     folder is gone, since then nothing says whether they do.
     """
     configs = [settings_of(folder) for folder in folders]
     if len({config.get("data_hash") for config in configs}) == 1:
         return PANELS
-    sizes = set()                                          # bytes of each validation text
-    for config in configs:
-        sources = read_json(f"{config['data']}/meta.json")["sources"]
-        sizes.add(sum(source["val"]["bytes"] for source in sources.values()))
+    from data import read_meta  # here, since the rest of this file needs nothing of the root
+    metas = [read_meta(config["data"]) for config in configs]
+    # Bytes of each validation text.
+    sizes = {sum(source["val"]["bytes"] for source in meta["sources"].values()) for meta in metas}
     if len(sizes) > 1:
         raise ValueError(f"{', '.join(folders)} are validated on different text: compare runs of one data folder")
     print("other tokenizers on the same text: bits per byte only")

@@ -26,6 +26,7 @@ import numpy as np
 import convert
 from configurator import run
 from corpus import readers
+from data import folders_of
 from engine.runs import settings_of
 from evaluate import bits_row, text_ids, token_nats, validation_documents
 from studies import kit
@@ -44,7 +45,8 @@ def read_texts():
     if paths:
         return [row["text"] for file in paths for row in readers.records(file, {"text"})]
     if os.path.isdir(f"{init_from}/ckpt"):
-        return [text for _, text in validation_documents(settings_of(init_from)["data"])]
+        folders = folders_of(settings_of(init_from)["data"])
+        return [text for folder in folders for _, text in validation_documents(folder)]
     raise ValueError(f"{init_from} has no data of its own: name texts")
 
 

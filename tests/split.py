@@ -57,7 +57,7 @@ if __name__ == "__main__":
         ranks.join("cpu", 60)
         assert ranks.mesh.get_group("shards")._get_backend(torch.device("cpu")).options._timeout.seconds == 60
         quarters = Ranks("ddp", P=4)
-        quarters.window, _ = dist.new_subgroups(4)
+        quarters.window_group, _ = dist.new_subgroups(4)
         for each in (ranks, quarters):
             check(each, torch.float32, 2e-5)
             for how in (["full"], ["selective"], ["none", True]):
@@ -65,5 +65,5 @@ if __name__ == "__main__":
         # What one rank cannot make is an error of all, at once.
         checkpoint.make_folder = str if ranks.is_main else os.readlink
         with pytest.raises(OSError):
-            checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.files)
+            checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.save_group)
         ranks.leave()

@@ -156,6 +156,13 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path)
     assert Counter(source for source, _ in found) == counts
     _, rows = evaluated(tmp_path, data, f"--init_from={lab}/hf", "--limit=9")
     assert rows[0]["n"] == 9
+    # A run that was trained on two folders.
+    pair = shutil.copytree(lab / "pretrained", tmp_path / "pair")
+    config = json.loads((pair / "config.json").read_text())
+    config["nanoapertus"]["data"] = f"{data},{lab}/data"
+    (pair / "config.json").write_text(json.dumps(config))
+    _, rows = evaluated(tmp_path, f"--init_from={pair}", "--by=source")
+    assert rows[0]["n"] == len(found) + len(evaluate.validation_documents(lab / "data"))
 
 
 def test_a_run_on_two_folders_is_evaluated_on_both(lab, tmp_path):
