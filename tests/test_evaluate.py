@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections import Counter
 
 import numpy as np
@@ -135,7 +134,7 @@ def test_rows_against_another_model_are_the_differences_of_the_scores(lab, tmp_p
         assert row["score"] == approx(one["score"] - other["score"])
 
 
-def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path):
+def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path, monkeypatch):
     """
     Three sources of different sizes. The documents read back are the input texts, and --limit of them are scored.
     """
@@ -157,12 +156,9 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path)
     _, rows = evaluated(tmp_path, data, f"--init_from={lab}/hf", "--limit=9")
     assert rows[0]["n"] == 9
     # A run that was trained on two folders.
-    pair = shutil.copytree(lab / "pretrained", tmp_path / "pair")
-    config = json.loads((pair / "config.json").read_text())
-    config["nanoapertus"]["data"] = f"{data},{lab}/data"
-    (pair / "config.json").write_text(json.dumps(config))
-    _, rows = evaluated(tmp_path, f"--init_from={pair}", "--by=source")
-    assert rows[0]["n"] == len(found) + len(evaluate.validation_documents(lab / "data"))
+    monkeypatch.setattr(evaluate, "settings_of", lambda run: dict(data=f"{data},{lab}/data"))
+    documents, _ = evaluate.read_paths(is_run=True)
+    assert documents == found + evaluate.validation_documents(lab / "data")
 
 
 def test_a_run_on_two_folders_is_evaluated_on_both(lab, tmp_path):
@@ -183,8 +179,7 @@ def test_lm_eval_reads_a_run_folder_and_agrees(lab, tmp_path, monkeypatch):
     It is the authority for the same choices, and for bits per byte of the same tokens: BOS is not scored, the end of a
     text is left out.
     """
-    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
-        monkeypatch.setenv(name, str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(ROOT)
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager
