@@ -226,10 +226,10 @@ def config_to_hf(config, dtype="float32"):
 # folders
 
 
-def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
+def folder_of(name, files=("*.safetensors", "*.json", TEMPLATE)):
     """
-    The folder of a run or a model. For a hub name, download the files of these patterns. ValueError or OSError, one
-    line, if there is neither.
+    The folder of a run or a model, given its path or a hub name; of the latter, download the files of these patterns.
+    ValueError or OSError, one line, if there is neither.
     """
     if os.path.isdir(name):
         return name
@@ -250,13 +250,13 @@ def shape_in(folder):
     hf = read_json(f"{folder}/config.json")
     # transformers keeps our settings in the files that it saves, but may have changed the model.
     if os.path.isdir(f"{folder}/ckpt") or hf.get("model_type") == "nanoapertus":
-        return ApertusConfig.of(settings_of(folder))
+        return ApertusConfig.from_settings(settings_of(folder))
     return config_from_hf(hf)
 
 
 def shape_of(name):
     """The ApertusConfig of a run or a model. For a hub name, download only its config.json."""
-    return shape_in(local(name, ["config.json"]))
+    return shape_in(folder_of(name, ["config.json"]))
 
 
 def weights_in(folder):
@@ -275,7 +275,7 @@ def start_of(name):
     (ApertusConfig, Tokenizer, path of its weights) of a model that a run starts with. fill() reads the weights.
     ValueError, one line, also if the folder holds adapters.
     """
-    folder = local(name)
+    folder = folder_of(name)
     with in_one_line(folder, ValueError, OSError):
         if has_adapter(folder) or settings_of(folder).get("lora_r"):
             raise ValueError(f"{name} holds adapters: merge them into their model first, "
@@ -324,10 +324,12 @@ class StoredWeights:
             self.keys.pop("lm_head.weight", None)          # the 0.5B stores it all the same
         constants = [name for name in self.keys if name.endswith(("act_fn.beta", "act_fn.eps"))]
         self.check_names(constants)
-        for name, p in self.parameters.items():
-            self.check_shape(name, p.shape)
-        for name in constants:
-            self.check_shape(name, (1,))
+        shapes = {name: p.shape for name, p in self.parameters.items()} | dict.fromkeys(constants, (1,))
+        for name in shapes:
+            self.check_whole(name)
+        self.select_text_rows()
+        for name, shape in shapes.items():
+            self.check_shape(name, shape)
         for name in constants:
             self.check_constant(name)
 
@@ -338,18 +340,25 @@ class StoredWeights:
                              f"describes, {min(unmatched)} among them; a run has its first weights after "
                              "checkpoint_every steps")
 
-    def check_shape(self, name, shape):
-        """ValueError if a tensor is not stored once and whole, in the shape of the model."""
-        key = self.keys[name]
-        entry = self.entries[key]
+    def check_whole(self, name):
+        """ValueError if a tensor is not stored once and whole."""
+        entry = self.entries[self.keys[name]]
         # A header may say where a part of a tensor lies in it: all parts together must be the whole tensor, once.
         if sum(part.sizes.numel() for part in entry.chunks) != entry.size.numel():
             raise ValueError(f"{self.path}: {name} is stored in part only, or twice")
-        if key == "model.language_model.embed_tokens.weight":
-            # The ids of images and sound come after those of text: read the rows of text only.
-            entry.size = torch.Size([min(shape[0], entry.size[0]), entry.size[1]])
-        if (entry.size or (1,)) != shape:
-            raise ValueError(f"{self.path}: {name} is {[*entry.size]}, and config.json describes {[*shape]}")
+
+    def select_text_rows(self):
+        """Of the embedding of Apertus 1.5 take the rows of text, which come before those of images and sound."""
+        entry = self.entries.get("model.language_model.embed_tokens.weight")
+        if entry:
+            n_text = self.parameters["model.embed_tokens.weight"].shape[0]
+            entry.size = torch.Size([min(n_text, entry.size[0]), *entry.size[1:]])
+
+    def check_shape(self, name, shape):
+        """ValueError if a tensor has another shape than in the model."""
+        size = self.entries[self.keys[name]].size
+        if (size or (1,)) != shape:
+            raise ValueError(f"{self.path}: {name} is {[*size]}, and config.json describes {[*shape]}")
 
     def check_constant(self, name):
         """ValueError if a constant of xIELU has another value than in model.py."""
@@ -394,7 +403,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
     Peak memory is the model plus one tensor. ValueError, one line, if the folder does not hold the model that its
     config.json describes.
     """
-    folder = local(path_or_repo)
+    folder = folder_of(path_or_repo)
     path = weights_in(folder)
     model = meta_model(shape_in(folder))
     matrices = ()
@@ -421,10 +430,10 @@ def load_any(name, device="cpu", dtype=None, base=""):
     """
     from posttrain import lora  # here, since exports and runs of train.py do not need it
 
-    folder = local(name)
+    folder = folder_of(name)
     with in_one_line(folder, ValueError, OSError, torch.OutOfMemoryError):
         if has_adapter(folder):
-            _, start = lora.read_settings(folder)
+            _, start = lora.read_peft_config(folder)
             model, tok = load_any(start, device, dtype, base)
             lora.load(model, folder, fingerprint(model))
             return model, tok
@@ -499,7 +508,7 @@ def json_files(config, tok):
     return {"config.json": config | ids, "generation_config.json": ids | dict(eos_token_id=stop)} | hf_files(tok)
 
 
-def describe(folder, settings, shape, tok, is_apertus=True):
+def write_config(folder, settings, shape, tok, is_apertus=True):
     """
     Write config.json and the vocabulary of a run. settings: all of them, a dict; with chat, a text ends where the
     assistant's turn does. is_apertus: whether all weights of the run are those of an Apertus of this shape.
@@ -513,17 +522,20 @@ def describe(folder, settings, shape, tok, is_apertus=True):
         config = dict(model_type="nanoapertus")
     files = json_files(config, tok)
     files["config.json"]["nanoapertus"] = settings
-    # Weights of an earlier end of this run are not those of its newest checkpoint.
-    for file in os.listdir(folder):
-        if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", file):
-            os.remove(f"{folder}/{file}")
     for file, content in files.items():
         write_json(f"{folder}/{file}", content)
 
 
-def describe_run(folder, settings, shape, data):
-    """describe() with the vocabulary of a data folder."""
-    describe(folder, settings, shape, load_for(first_folder(data)))
+def write_run_config(folder, settings, shape, data):
+    """write_config() with the vocabulary of a data folder."""
+    write_config(folder, settings, shape, load_for(first_folder(data)))
+
+
+def remove_old_weights(folder):
+    """Delete the weights of an earlier end of a run, which are not those of its newest checkpoint."""
+    for file in os.listdir(folder):
+        if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", file):
+            os.remove(f"{folder}/{file}")
 
 
 def complete(folder):
@@ -645,7 +657,7 @@ def main():
     if save.endswith(".json"):
         if os.path.exists(save):
             raise ValueError(f"{save} is there already: choose another name")
-        tok = load_for(local(load, ["*.json", TEMPLATE]))  # not the weights
+        tok = load_for(folder_of(load, ["*.json", TEMPLATE]))  # not the weights
         write_bpe(tok, save)
         print(f"wrote {save}: {tok.vocab_size:,} ids; python prepare.py TEXTS --tokenizer={save}")
         return

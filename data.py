@@ -42,9 +42,6 @@ paths = []           # data folders; none: data/stdlib
 block_size = 256     # tokens per window
 seed = 28            # seed of the order of windows
 
-# Settings that are gone: the end of the sentence "--NAME was removed: ...".
-REMOVED = {"join": "train.py and this command read several folders, --data=A,B"}
-
 # Letters: T block_size, the targets of a window; g number of a sample in the run.
 
 # -----------------------------------------------------------------------------
@@ -56,7 +53,7 @@ def feistel(x, half, keys):
     mask = (1 << half) - 1
     left, right = x >> half, x & mask
     for key in keys:
-        left, right = right, left ^ mix(right ^ key) & mask
+        left, right = right, left ^ hash32(right ^ key) & mask
     return left << half | right
 
 
@@ -81,7 +78,7 @@ def round_key(text):
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-def mix(x):
+def hash32(x):
     """A 32-bit integer hash (the finalizer of MurmurHash3) on arrays of uint64."""
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
@@ -246,8 +243,6 @@ def meta_of(folder):
     return meta
 
 
-
-
 # -----------------------------------------------------------------------------
 # Samples
 
@@ -347,8 +342,8 @@ class TokenDataset:
             # A mask of no targets, so that a wrong setting is an error before the run begins.
             goldfish_mask(torch.empty(0, dtype=torch.int64), *self.goldfish)
         self.n_context = goldfish_h - 1 if goldfish_k and goldfish_scope == "stream" else 0
-        # The last few blocks, since the samples of a step are neighbours.
-        self.cached_block = functools.lru_cache(maxsize=8)(self.block)
+        # The last few pages, since the samples of a step are neighbours.
+        self.cached_page = functools.lru_cache(maxsize=8)(self.page)
         self.meta = read_meta(data)
         names, weights = streams_of(self.meta, data, split, sources)
         # Stream s has the slots slots[s] to slots[s + 1] - 1.
@@ -373,7 +368,7 @@ class TokenDataset:
                     f"block_size={self.T} + 1: prepare more text or lower block_size"
                 )
 
-    def where(self, samples):
+    def locate(self, samples):
         """Samples of the run, int64 (n,) -> (stream, window), each (n,)."""
         stream = np.zeros_like(samples)
         number = samples
@@ -392,9 +387,9 @@ class TokenDataset:
             window[inside] = by_epoch(*np.divmod(number[inside], n), n, self.seed)
         return stream, window
 
-    def block(self, number):
-        """where() for 1,024 samples at once: a few of them would take almost the same time."""
-        stream, window = self.where(np.arange(number * 1024, (number + 1) * 1024))
+    def page(self, number):
+        """locate() for the 1,024 samples of a page: a few of them would take almost the same time."""
+        stream, window = self.locate(np.arange(number * 1024, (number + 1) * 1024))
         return list(zip(stream.tolist(), window.tolist()))
 
     def batch(self, first, n):
@@ -411,7 +406,7 @@ class TokenDataset:
         length = max(self.n_context, 1) + self.T
         rows = np.empty((n, length), np.int64)
         for row, g in zip(rows, range(first, first + n)):
-            stream, window = self.cached_block(g // 1024)[g % 1024]
+            stream, window = self.cached_page(g // 1024)[g % 1024]
             self.streams[stream].read((window + 1) * self.T + 1 - length, row)
         ids = torch.from_numpy(rows)
         if rows.max() >= self.meta["vocab_size"]:

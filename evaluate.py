@@ -1,30 +1,27 @@
 """
-Evaluate a model: bits per byte of text by language or source, multiple choice, exact answers, lm-eval's benchmarks.
+Evaluate a model: bits per byte of text by language or source, and multiple choice.
 
     bits per byte   = - sum over documents of log2 p(document and its end)  /  their bytes in UTF-8
-    choice          = argmax over choices of log p(choice | examples, question)
-    choice per byte = argmax over choices of log p(choice | examples, question) / bytes of the choice
+    choice          = argmax over choices of log p(choice | question)
+    choice per byte = argmax over choices of log p(choice | question) / bytes of the choice
 
-Bits per byte compare models with different tokenizers, which nats per token cannot. Every score comes with its n, its
-95 % interval and its chance level. Intervals are Wilson's for shares, and for bits per byte Student's t of the ratio
-estimator, with documents as the sample; for lm-eval's scores they are t times its own standard error. --against=MODEL
-adds the difference to another model, paired by document: its interval is much narrower than that of either score. A
-text longer than the window is scored in windows that overlap by half, so that every token after the first window has at
-least half a window of context. The Apertus report evaluates base models by log-likelihood too (arXiv 2509.14233,
-sec. 5).
+Bits per byte compare models with different tokenizers, which nats per token cannot. Every score comes with its n and
+its 95 % interval: Wilson's for shares, Student's t of the ratio estimator for bits per byte, with documents as the
+sample. --against=MODEL adds the difference to another model, paired by document or question: its interval is much
+narrower than that of either score. A text longer than the window is scored in windows that overlap by half, so that
+every token after the first window has at least half a window of context. The Apertus report evaluates base models by
+log-likelihood too (arXiv 2509.14233, sec. 5).
 
 $ python evaluate.py --init_from=out/laptop                                # the run's own validation documents
 $ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang  # any texts, by language
 $ python evaluate.py --init_from=out/sft --against=out/laptop data/stdlib  # how much fine-tuning has forgotten
-$ python evaluate.py books/*.jsonl --by_position=1024 --init_from=out/8b-16k  # does it use distant context?
-$ python evaluate.py quiz.jsonl sums.jsonl --shots=3                       # tasks: rows of question, choices, answer
-$ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8B-2509    # pip install lm-eval[hf]
+$ python evaluate.py quiz.jsonl --init_from=out/sft --against=out/laptop   # rows of "question", "choices", "answer"
+$ lm_eval --model hf --model_args pretrained=out/laptop --tasks hellaswag  # benchmarks: docs/studies.md
 """
 
 import itertools
 import math
 import os
-import tempfile
 
 import convert  # first: engine.hardware comes before torch
 
@@ -34,34 +31,25 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from chat import stop_ids
 from configurator import run
 from corpus import readers
-from data import TokenDataset
+from data import TokenDataset, folders_of
 from engine.files import make_folder, read_json, write_json
-from engine.intervals import student, t_quantile, wilson
+from engine.intervals import student, wilson
 from engine.runs import settings_of
-from generate import generate
 from tokenizer import load_for
 
-paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
-                          # nothing = the validation documents of the run's own data
+paths = []                # texts, tasks (.jsonl) and data folders; nothing = the validation documents of the run's data
 init_from = "out/laptop"  # run folder, Hugging Face folder or hub name
-against = ""              # another model: differences to it, paired by document
+against = ""              # another model: differences to it, paired by document or question
 by = "lang"               # groups of texts: a field of their rows (lang, source, ...); texts without it: by file
-by_position = 0           # also bits per byte by position in the window, in steps of this many tokens; 0 = off
-lookup = 0                # keys to look up at each distance, in a list of keys and colours (studies/length.py); 0 = off
-window = 0                # window of by_position and lookup, also beyond the training length; 0 = the model's window
-shots = 0                 # solved examples before each question: the first rows of the task, which are then not asked
 limit = 0                 # maximum documents or questions of each file; 0 = all
-max_new_tokens = 64       # maximum tokens of an answer, which ends at a line break
-harness = ""              # lm-evaluation-harness: names of tasks, separated by commas
-harness_path = ""         # your own folder of task files, instead of the harness' collection, which is slow to index
-batch_tokens = 8192       # tokens per batch
 device = "auto"           # cuda | mps | cpu
 dtype = "auto"            # float32 | bfloat16; auto: the dtype of the weights, but bf16 on CUDA
 base = ""                 # int8 | nf4: the matrices of the blocks in 8 or 4 bits (posttrain/quantised.py)
 out = ""                  # folder to write evaluation.json to; "" = the run folder, or results/evaluate
+
+BATCH_TOKENS = 8192
 
 # Letters: B windows in a batch, T tokens in a window.
 
@@ -77,7 +65,7 @@ def token_nats(model, windows):
 
     windows: list of (ids, first), of which ids[first:] are scored, first > 0.
     """
-    size = max(1, batch_tokens // max(len(ids) for ids, _ in windows))
+    size = max(1, BATCH_TOKENS // max(len(ids) for ids, _ in windows))
     nats = []
     for i in tqdm(range(0, len(windows), size), "scoring", disable=None):
         idx, targets = padded_batch(windows[i:i + size], model.lm_head.weight.device)
@@ -148,12 +136,6 @@ def text_ids(tok, text):
     return [tok.bos, *tok.encode(text), tok.special.get("</s>", tok.eos)]
 
 
-def text_bytes(tok, ids):
-    """The number of bytes of ids; the end of a text has none."""
-    end = text_ids(tok, "")[-1]
-    return len(tok.decode_bytes([i for i in ids if i != end]))
-
-
 def ratio(bits, sizes):
     """
     Bits per byte of documents, and half of its 95 % interval; nan for one document.
@@ -166,7 +148,7 @@ def ratio(bits, sizes):
 
 
 def result(name, metric, n, score, interval, **columns):
-    """A row of the results, with the 95 % interval of the score. columns: bytes, shots, chance."""
+    """A row of the results, with the 95 % interval of the score. columns: bytes, chance."""
     low, high = interval
     row = dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **columns)
     # JSON has no NaN: the interval of a single document is null.
@@ -188,191 +170,89 @@ def document_bits(model, tok, documents):
     return np.bincount(document_of, [nll.sum() for nll in token_nats(model, windows)]) / math.log(2)
 
 
-def text_scores(model, tok, documents, baseline=None):
+def text_scores(documents, bits, baseline=None):
     """
     Yield rows of the results: bits per byte of all documents, a list of (group, text), and of each group.
 
-    baseline: document_bits() of --against; adds the differences to its bits per byte, paired by document.
+    bits: document_bits() of them. baseline: the same by the model of --against, for rows of the difference.
     """
-    measures = {"bits/byte": document_bits(model, tok, documents)}
-    if against:
-        measures[f"bits/byte above {against}"] = measures["bits/byte"] - baseline
+    measures = {"bits/byte": bits}
+    if baseline is not None:
+        measures[f"bits/byte above {against}"] = bits - baseline
     sizes = np.array([len(text.encode()) for _, text in documents])
     groups = np.array([group for group, _ in documents])
     for name in ["all", *np.unique(groups).tolist()]:
         members = (groups == name) | (name == "all")
-        for metric, bits in measures.items():
-            yield bits_row(name, metric, bits[members], sizes[members])
-
-
-def position_scores(model, tok, documents, T, step):
-    """
-    Rows of the results: bits per byte at positions 0 to step - 1 of a window of T, at the next `step`, and so on.
-
-    documents: list of (group, text), cut into windows one after the other. The rest, which fills no window, is left
-    out, so that all positions have the same texts. The windows are the sample, so the interval is too narrow for a few
-    long documents. ValueError if no document fills one.
-    """
-    texts = [text_ids(tok, text) for _, text in documents]
-    windows = [(ids[i:i + T + 1], 1) for ids in texts for i in range(0, len(ids) - T, T)]
-    if not windows:
-        raise ValueError(f"no document has {T:,} tokens: name longer ones, or a shorter --window")
-    bits = np.array(token_nats(model, windows)) / math.log(2)                       # (windows, T)
-    rows = []
-    for begin in range(0, T, step):
-        end = min(begin + step, T)
-        sizes = np.array([text_bytes(tok, ids[begin + 1:end + 1]) for ids, _ in windows])
-        row = bits_row(f"{begin:,} to {end - 1:,}", "bits/byte by position", bits[:, begin:end].sum(1), sizes)
-        rows.append(row | dict(begin=begin, end=end, bits_per_byte=row["score"]))      # as in the studies' rows
-    return rows
+        for metric, values in measures.items():
+            yield bits_row(name, metric, values[members], sizes[members])
 
 
 # -----------------------------------------------------------------------------
-# tasks
+# multiple choice
 
 
-def accepted_answers(row):
-    """
-    The accepted answers of a question, as texts; an empty list if its answer is not valid.
-
-    With choices, "answer" is the right choice, a letter from A, or an index from 0. Without, it is a text, a number, or
-    a list of them.
-    """
-    answer, choices = map(row.get, ("answer", "choices"))
-    if not choices:
-        answers = answer if isinstance(answer, list) else [answer]
-        return [str(one).strip() for one in answers if one is not None and str(one).strip()]
-    if type(choices) is not list or "" in choices or None in choices:
-        return []
+def right_choice(choices, answer):
+    """The choice that an answer names: as it is, by index from 0 or by letter from A. None if it names none."""
     if answer in choices:
-        return [answer]
-    return [choice for i, choice in enumerate(choices) if str(answer).upper() in (str(i), chr(65 + i))]
+        return answer
+    named = [choice for i, choice in enumerate(choices) if str(answer).upper() in (str(i), chr(65 + i))]
+    return named[0] if named else None
 
 
-def questions_of(rows, name):
+def read_question(row, place):
+    """(prompt, choices, right choice) of a row of a task. place: of the row, for the ValueError if it is not valid."""
+    question, choices, answer = map(row.get, ("question", "choices", "answer"))
+    if not isinstance(question, str) or not choices:
+        raise ValueError(f'{place}: want a JSON object with "text", or with "question", "choices" and "answer" '
+                         f"(lm_eval scores answers without choices: docs/studies.md), got {str(row)[:60]!r}")
+    is_list = isinstance(choices, list) and "" not in choices and None not in choices
+    right = right_choice(choices, answer) if is_list else None
+    if right is None:
+        raise ValueError(f"{place}: no valid answer: want an index from 0, a letter from A, or a choice, of a list of "
+                         f"texts; got {answer!r:.60} of {choices!r:.60}")
+    return question.rstrip() + "\nAnswer:", choices, right
+
+
+def choice_hits(model, tok, questions):
     """
-    (prompt, accepted answers, choices) of each question, after the first `shots` rows of the task as solved examples.
+    Whether the most likely choice of each question is right: a bool array (2, n).
 
-    ValueError if no question is left, or if one has no valid answer.
+    [0]: by the sum of log p over a choice, which favours short ones; [1]: by its mean per byte.
     """
-    if shots >= len(rows):
-        raise ValueError(f"--shots={shots} leaves no question of {len(rows)}: lower it")
-    examples, questions = "", []
-    for n, row in enumerate(rows, 1):
-        accepted = accepted_answers(row)
-        if not accepted:
-            raise ValueError(f"{name}, question {n}: no valid answer: want an index from 0, a letter from A, or a "
-                             "choice, of a list of texts; without choices a text, a number, or a list of them; got "
-                             f"{row.get('answer')!r:.60} of {row.get('choices')!r:.60}")
-        prompt = row["question"].rstrip() + "\nAnswer:"
-        if n <= shots:
-            examples += f"{prompt} {accepted[0]}\n\n"
-        else:
-            questions.append((examples + prompt, accepted, row.get("choices")))
-    return questions
-
-
-def share(name, metric, hits, chance):
-    """A row of the results: the share of right answers. hits: True or False for each question."""
-    right, n = sum(hits), len(hits)
-    return result(name, metric, n, right / n, wilson(right, n), shots=shots, chance=chance)
-
-
-def choice_scores(model, tok, rows, name):
-    """
-    Multiple choice by log-likelihood, as two rows of the results: by the sum over a choice, and by its mean per byte.
-
-    A sum favours short choices. Chance is the mean over questions of 1 / their number of choices.
-    """
-    questions = questions_of(rows, name)
     windows = [
         pair(tok, prompt, f" {choice}", model.config.block_size)
-        for prompt, _, choices in questions
+        for prompt, choices, _ in questions
         for choice in choices]
     nats = iter(token_nats(model, windows))
     hits = []
-    for _, accepted, choices in questions:
+    for _, choices, right in questions:
         costs = np.array([next(nats).sum() for _ in choices])
         sizes = [len(f"{choice}".encode()) for choice in choices]
-        hits.append([choices[each.argmin()] in accepted for each in (costs, costs / sizes)])
-    by_sum, by_mean = zip(*hits)
-    chance = np.mean([1 / len(choices) for _, _, choices in questions])
-    return [share(name, "choice", by_sum, chance), share(name, "choice per byte", by_mean, chance)]
+        hits.append([choices[each.argmin()] == right for each in (costs, costs / sizes)])
+    return np.array(hits).T
 
 
-def answer_scores(model, tok, rows, name):
+def choice_scores(name, questions, hits, baseline=None):
     """
-    Exact match of the first line of a greedy answer with an accepted one, as one row of the results.
+    Yield rows of the results: the share of right choices of a task, by both measures of choice_hits().
 
-    A question that does not fit into the window together with its answer loses its beginning. The chance level is 0:
-    free text cannot be guessed.
+    Chance is the mean over questions of 1 / their number of choices. hits, baseline: as in text_scores().
     """
-    T = model.config.block_size
-    room = T - max_new_tokens
-    if not 1 < room < T:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: want 1 to {T - 2}, so that a question has room in a window "
-                         f"of {T}")
-    questions = questions_of(rows, name)
-    size = max(1, batch_tokens // T)
-    hits = []
-    for i in tqdm(range(0, len(questions), size), "answering", disable=None):
-        batch = questions[i:i + size]
-        prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in batch]
-        texts = generate(model, prompts, max_new_tokens, temperature=0, stop=stop_ids(tok))
-        for prompt, ids, (_, accepted, _) in zip(prompts, texts, batch):
-            text = tok.words(ids[len(prompt):])
-            hits.append(text.split("\n")[0].strip() in accepted)
-    return [share(name, "exact match", hits, 0.0)]
-
-
-# -----------------------------------------------------------------------------
-# lm-evaluation-harness
-
-
-def harness_scores(model, tok):
-    """
-    Yield rows of the results: each metric of the tasks of --harness, and of groups of tasks, whose n is the sum of
-    theirs.
-
-    The harness loads an export of the model by its own interface to transformers, so the results are those of
-    `lm_eval --model hf`. ValueError for a task that does not exist, and for a model that cannot be exported.
-    """
-    import lm_eval  # here, since it is optional
-    from lm_eval.tasks import TaskManager
-
-    if base:
-        raise ValueError(f"--harness reads an export of the model, which cannot have --base={base}: leave it out")
-    manager = TaskManager(include_path=harness_path or None, include_defaults=not harness_path)
-    tasks = harness.split(",")
-    for task in set(tasks) - set(manager.all_tasks):
-        raise ValueError(f"lm-evaluation-harness has no task {task!r}: `lm_eval --tasks list` shows them, "
-                         "--harness_path=FOLDER takes your own")
-    weight = model.lm_head.weight
-    with tempfile.TemporaryDirectory() as folder:
-        convert.save_hf(model, folder, tok, str(weight.dtype).removeprefix("torch."), merge=True)
-        output = lm_eval.simple_evaluate(
-            "hf",
-            dict(pretrained=folder),
-            tasks=tasks,
-            num_fewshot=shots or None,
-            batch_size=max(1, batch_tokens // model.config.block_size),
-            device=str(weight.device),
-            limit=limit or None,
-            task_manager=manager)
-    for task, values in output["results"].items():
-        n = values["sample_len"]
-        for metric, score in values.items():
-            if isinstance(score, float) and "_stderr" not in metric:
-                error = values.get(metric.replace(",", "_stderr,"))     # "N/A" for one question; 0 if all are right
-                half = t_quantile(n - 1) * error if isinstance(error, float) and error else math.nan
-                yield result(task, metric, n, score, (score - half, score + half), shots=output["n-shot"].get(task))
+    chance = np.mean([1 / len(choices) for _, choices, _ in questions])
+    n = len(questions)
+    for i, metric in enumerate(("choice", "choice per byte")):
+        right = int(hits[i].sum())
+        yield result(name, metric, n, right / n, wilson(right, n), chance=chance)
+        if baseline is not None:
+            difference, half, _ = student(hits[i].astype(float) - baseline[i])
+            yield result(name, f"{metric} above {against}", n, difference, (difference - half, difference + half))
 
 
 # -----------------------------------------------------------------------------
 # results
 
 
-COLUMNS = ["name", "metric", "shots", "n", "bytes", "score", "low", "high", "chance"]
+COLUMNS = ["name", "metric", "n", "bytes", "score", "low", "high", "chance"]
 
 
 def as_cell(value):
@@ -395,76 +275,68 @@ def table_md(rows):
 
 def contents(path):
     """
-    Documents (group, text), questions with choices, and questions without: of a file of text or of rows, or the
+    The documents (group, text) and the questions (prompt, choices, right choice) of a file of text or of rows, or the
     validation documents of a data folder; at most `limit` of each.
 
     ValueError if there is no such file or folder, and for a row without text or question.
     """
     if os.path.isdir(path):
-        return validation_documents(path)[:limit or None], [], []
+        return validation_documents(path)[:limit or None], []
     if not os.path.isfile(path):
         raise ValueError(f"no such file or folder: {path}. Name a text, .jsonl, or data that you prepare: "
                          f"python prepare.py FILES --out={path}")
-    documents, with_choices, without_choices = [], [], []
+    documents, questions = [], []
     for n, row in enumerate(itertools.islice(readers.records(path), limit or None), 1):
-        if not isinstance(row.get("text", row.get("question")), str):
-            raise ValueError(f'{path}, row {n}: want a JSON object with "text", or with "question" and "answer", got '
-                             f"{str(row)[:60]!r}")
-        if row.get("text", "").strip():
+        text = row.get("text")
+        if not isinstance(text, str):
+            questions.append(read_question(row, f"{path}, row {n}"))
+        elif text.strip():
             # Half a surrogate pair, which JSON can hold, would be an error when the bytes are counted.
-            documents.append((str(row.get(by, os.path.basename(path))), readers.writable(row["text"])))
-        elif "text" not in row:
-            questions = with_choices if row.get("choices") else without_choices
-            questions.append(row)
-    return documents, with_choices, without_choices
+            documents.append((str(row.get(by, os.path.basename(path))), readers.writable(text)))
+    return documents, questions
 
 
-def all_scores(model, tok, sources, parts, baseline):
+def read_paths(is_run):
     """
-    All rows of the results. sources: paths; parts: contents() of each; baseline: as in text_scores(), of the texts of
-    all of them.
-    """
-    T = window or model.config.block_size
-    documents = sum((texts for texts, *_ in parts), [])
-    rows = [*text_scores(model, tok, documents, baseline)] if documents else []
-    for path, (_, with_choices, without_choices) in zip(sources, parts):
-        name = os.path.basename(path)
-        rows += choice_scores(model, tok, with_choices, name) if with_choices else []
-        rows += answer_scores(model, tok, without_choices, name) if without_choices else []
-    if by_position:
-        rows += position_scores(model, tok, documents, T, by_position)
-    if lookup:
-        from studies.length import lookup_scores  # here, since few evaluations need it
+    The documents of all paths, and a list of tasks (name, questions). is_run: no path means the run's own data.
 
-        rows += [entry | dict(name=f"{entry['distance']:,} tokens back", metric="colours looked up", chance=0.1,
-                              score=entry["right"] / entry["n"])
-                 for entry in lookup_scores(model, tok, T, lookup)]
-    if harness:
-        rows += harness_scores(model, tok)
-    return rows
+    ValueError if there are neither.
+    """
+    sources = list(folders_of(settings_of(init_from)["data"])) if is_run and not paths else paths
+    parts = [contents(path) for path in sources]
+    documents = [document for documents, _ in parts for document in documents]
+    tasks = [(os.path.basename(path), questions) for path, (_, questions) in zip(sources, parts) if questions]
+    if not documents and not tasks:
+        raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data")
+    return documents, tasks
+
+
+def measure(model, tok, documents, tasks):
+    """document_bits() of the documents (None if there are none), and a list: choice_hits() of each task."""
+    bits = document_bits(model, tok, documents) if documents else None
+    return bits, [choice_hits(model, tok, questions) for _, questions in tasks]
 
 
 def main():
-    if min(shots, limit, window, by_position, lookup) < 0:
-        raise ValueError("--shots, --limit, --window, --by_position and --lookup are 0 or more")
+    if limit < 0:
+        raise ValueError("--limit is 0 or more")
     is_run = os.path.isdir(f"{init_from}/ckpt")
     folder = out or (init_from if is_run else "results/evaluate")
     if os.path.exists(f"{folder}/evaluation.json") and "rows" not in read_json(f"{folder}/evaluation.json"):
         raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
-    sources = paths
-    if is_run and not paths and not harness:
-        # A run of SFT on several files has a dict here: contents() says that there is no such file.
-        sources = [str(settings_of(init_from)["data"])]
     # All files are read before a model, so that a mistake in the last file costs no hour of the first.
-    parts = [contents(path) for path in sources]
-    documents = sum((texts for texts, *_ in parts), [])
-    baseline = None
-    if against and documents:                              # one model after the other is in memory
-        baseline = document_bits(*convert.load_for_inference(against, device, dtype), documents)
+    documents, tasks = read_paths(is_run)
+
+    baseline_bits, baseline_hits = None, [None] * len(tasks)
+    if against:
+        # Not kept in a variable: one model after the other is in memory.
+        baseline_bits, baseline_hits = measure(*convert.load_for_inference(against, device, dtype), documents, tasks)
     model, tok = convert.load_for_inference(init_from, device, dtype, base)
-    rows = all_scores(model, tok, sources, parts, baseline)
-    if not rows:
-        raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data, or --harness=TASKS")
+    bits, hits = measure(model, tok, documents, tasks)
+    rows = list(text_scores(documents, bits, baseline_bits)) if documents else []
+    for i, (name, questions) in enumerate(tasks):
+        rows += choice_scores(name, questions, hits[i], baseline_hits[i])
+
     # Printed first, so that a folder that cannot be written costs no result.
     print(table_md(rows))
     make_folder(folder)

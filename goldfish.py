@@ -10,10 +10,10 @@ Two limits: the first h-1 labels of a window are kept, and one changed token cha
 labels. How much is recited, with and without: results/memorize/table.md.
 Source: Hans et al. (arXiv 2406.10209) sec. 3; Apertus report (arXiv 2509.14233) sec. 2.3, k = h = 50.
 
-hash='product', Apertus' own, bit-exact:  table[(x_{i-h+1} ... x_i) mod 1,000,003]
+hash='product', Apertus' own, bit-exact:  uniform[(x_{i-h+1} ... x_i) mod 1,000,003]
     The product wraps around in int64, and its remainder is not negative. An even id brings a factor of two,
-    and 64 of them (or one id 0) make the product 0, which reads table[0] = 0.23368 whatever the text says.
-    The table is uniform in [0, 1), and a label is dropped below 1/k. So labels of product 0 are *never*
+    and 64 of them (or one id 0) make the product 0, which reads uniform[0] = 0.23368 whatever the text says.
+    The table holds random numbers in [0, 1), and a label is dropped below 1/k. So labels of product 0 are *never*
     dropped at k = 50 and *always* at k <= 4. Products with 52 or more factors of two take few values, and
     1.2 to 1.6 % of their labels are dropped. Apertus therefore dropped not 2 % of its labels but fewer;
     how many depends on the text:
@@ -29,7 +29,7 @@ hash='product', Apertus' own, bit-exact:  table[(x_{i-h+1} ... x_i) mod 1,000,00
 hash='mix', ours:  finalizer(x_{i-h+1} A^{h-1} + ... + x_{i-1} A + x_i  mod 2^64) / 2^64
     drops 1/k for any ids and any h, and sees the order of the labels, which the product does not.
 
-hash='coef', the Apertus 2 trainer's, bit-exact:  table[(c_1 x_{i-h+1} + ... + c_h x_i) mod 1,000,003]
+hash='coef', the Apertus 2 trainer's, bit-exact:  uniform[(c_1 x_{i-h+1} + ... + c_h x_i) mod 1,000,003]
     drops 1/k too: the c are fixed and odd, so one even id or one 0 does not make the sum 0.
 
 Scope. Apertus hashes each window of block_size labels by itself (context=None): the first h-1 labels
@@ -82,7 +82,7 @@ def goldfish_mask(labels, k=50, h=50, hash="product", context=None, exempt=()):
         keep[..., h - 1 :] = key >= int(2**64 / k)
     else:
         # key % TABLE_SIZE, written out: numpy's % branches on the sign, which takes twice as long.
-        keep[..., h - 1 :] = table(k)[key - key // TABLE_SIZE * TABLE_SIZE]
+        keep[..., h - 1 :] = kept_keys(k)[key - key // TABLE_SIZE * TABLE_SIZE]
     keep |= np.isin(x, exempt)
     return torch.from_numpy(keep[..., context.shape[-1] :])  # (B, T)
 
@@ -124,9 +124,9 @@ def window_sum(x, h):
 
 
 @functools.lru_cache(maxsize=4)
-def table(k):
+def kept_keys(k):
     """
-    (1,000,003,) bool numpy array: does this key keep its label?
+    Whether each key keeps its label: a bool numpy array (1,000,003,).
 
     As bools it takes 1 MB and stays in the CPU's cache; the 4 MB of random numbers may not.
     """
@@ -159,10 +159,10 @@ HASHES = dict(product=window_product, mix=window_mix, coef=window_sum)
 
 def main():
     """Print the share of labels that each hash drops, and a passage with its dropped tokens in brackets."""
-    import tokenizer as tokenizers
     from engine.files import read_text
+    from tokenizer import load as load_tokenizer
 
-    tok = tokenizers.load(tokenizer)
+    tok = load_tokenizer(tokenizer)
     ids = []
     for path in paths or [__file__]:
         ids += [tok.bos, *tok.encode(read_text(path)), tok.eos]

@@ -1,7 +1,7 @@
 """
 Cross-entropy without the logits of all positions.
 
-    loss = sum_n weights[n] * -log softmax(h[n] @ head.T)[targets[n]]
+    loss = sum_n loss_weights[n] * -log softmax(h[n] @ head.T)[targets[n]]
 
 At V = 131,072 the fp32 logits of one window of 4,096 tokens take 2.1 GB, and the usual loss keeps three copies of
 them. Here only one chunk of rows exists at a time. Its gradient, softmax minus one-hot, is computed with its loss in
@@ -18,8 +18,8 @@ def at_least_fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def chunk_loss(h, w, targets, weights, train):
-    """One chunk of rows: nll (rows,) and, if train, weights * d nll / d logits (rows, V), else None."""
+def chunk_loss(h, w, targets, loss_weights, with_gradient):
+    """One chunk of rows: nll (rows,), and loss_weights * d nll / d logits (rows, V) if with_gradient, else None."""
     z = at_least_fp32(h @ w.T)                             # (rows, V)
     targets = targets[:, None]
     own = z.gather(1, targets)[:, 0]                       # (rows,)  the logits of the targets
@@ -29,12 +29,12 @@ def chunk_loss(h, w, targets, weights, train):
     e = z.sub_(largest[:, None]).exp_()
     total = e.sum(-1)                                      # (rows,)
     nll = total.log() + (largest - own)
-    if not train:
+    if not with_gradient:
         return nll, None
     # Softmax minus one-hot. At the target p - 1 overwrites p, so no fp32 one-hot is filled, added and read again.
-    share = weights / total
+    share = loss_weights / total
     dz = e.mul_(share[:, None]).to(h.dtype)
-    own_dz = torch.expm1(-nll) * weights                   # (rows,)
+    own_dz = torch.expm1(-nll) * loss_weights              # (rows,)
     return nll, dz.scatter_(1, targets, own_dz[:, None].to(dz.dtype))
 
 
@@ -46,12 +46,12 @@ def chunk_rows(V, device, trained=True):
     the head is trained, because each chunk reads and writes the head's gradient. It is a power of two, like batch
     sizes: a remainder would be another shape to compile.
     """
-    most = 2**26
+    logits = 2**26
     if device.type == "cpu" and V <= 2**14:
-        most = 2**22
+        logits = 2**22
     if device.type == "cuda" and trained:
-        most = 2**27
-    return max(128, 2 ** ((most // V).bit_length() - 1))
+        logits = 2**27
+    return max(128, 2 ** ((logits // V).bit_length() - 1))
 
 
 def add_product(total, a, b):
@@ -66,16 +66,16 @@ def add_product(total, a, b):
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
-    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,) without gradient.
+    h (N, C), head (V, C), targets (N,) int64, loss_weights (N,) fp32 -> loss (), and nll (N,) without gradient.
 
-    chunk_loss: the function above, compiled or not, or one with several loss terms: weights and nll are then
-    (N, terms).
+    chunk_loss: the function above, compiled or not, or one with several loss terms: loss_weights and nll are
+    then (N, terms). targets go to it alone: distill.py puts row numbers there.
     """
 
     @staticmethod
-    def forward(ctx, h, head, targets, weights, chunk_loss):
+    def forward(ctx, h, head, targets, loss_weights, chunk_loss):
         w = head.to(h.dtype)
-        nll = torch.empty_like(weights)
+        nll = torch.empty_like(loss_weights)
         # A frozen head needs no gradient, which saves 2 GB at the 8B. Validation needs no gradient at all.
         train_h, train_head = ctx.needs_input_grad[:2]
         grad_h = torch.empty_like(h) if train_h else None
@@ -83,14 +83,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         rows = chunk_rows(len(head), h.device, train_head)
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)
-            nll[s], dz = chunk_loss(h[s], w, targets[s], weights[s], train_h or train_head)
+            nll[s], dz = chunk_loss(h[s], w, targets[s], loss_weights[s], train_h or train_head)
             if train_h:
                 grad_h[s] = dz @ w                         # (rows, C)
             if train_head:
                 add_product(grad_head, dz.T, h[s])         # (V, C)
         ctx.save_for_backward(grad_h, grad_head)
         ctx.mark_non_differentiable(nll)
-        return (nll * weights).sum(), nll
+        return (nll * loss_weights).sum(), nll
 
     @staticmethod
     def backward(ctx, grad, _):

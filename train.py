@@ -26,7 +26,7 @@ import configurator
 from ademamix import build_optimizer, optimizer_step
 from data import StagedDataset, TokenDataset, prefetch, started_stages
 from engine.checks import check_settings, check_vocabulary
-from engine.clock import DecayClock, plan_state
+from engine.clock import DecayClock, decay_state
 from engine.parallel import Ranks, check_finite, distribute, drop_gathered, orderly_exit, reduce_step, split_batch
 from engine.run import Run, StepInterrupted
 from model import Apertus, ApertusConfig
@@ -51,8 +51,8 @@ recompute = "none"              # how much backward recomputes instead of storin
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
 timeout = 600                   # seconds that a rank waits for another before it gives up
 # the model
-shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: that of the data
 fp8 = False                     # multiply the matrices of the blocks in 8 bits; H100, 4090 and later
+shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: that of the data
 # the start
 init_from = ""                  # start with the weights of a run folder, a Hugging Face folder or a hub name
 lora_r = 0                      # rank of adapters next to the frozen weights of init_from; 0 = train all weights
@@ -108,10 +108,11 @@ def build_model(shape, settings, ranks, device, compiled=False, weights="", fres
     shape: ApertusConfig; settings: of a training script, a dict; weights: the file or folder of init_from's weights;
     fresh: False if a checkpoint will fill the trained weights.
     """
-    with torch.device("meta" if ranks.sharded else device):     # distribute() gives shards their memory
+    on_meta = ranks.sharded or device == "meta"            # distribute() gives shards their memory
+    with torch.device("meta" if on_meta else device):
         if settings["lora_r"] or settings["base"] != "fp32":     # a base without adapters is an error there
             from posttrain.start import build_lora_model
-            model = build_lora_model(shape, settings, ranks, device)
+            model = build_lora_model(shape, settings, ranks, device, on_meta)
         else:
             model = Apertus(shape, seed=None)
     if settings.get("fp8"):                                # of train.py only
@@ -125,8 +126,8 @@ def build_model(shape, settings, ranks, device, compiled=False, weights="", fres
     model.dtype = pick_dtype(settings["dtype"], device)
     distribute(model, ranks, device, settings["recompute"], compiled)
     if settings["lora_r"]:
-        from posttrain.start import fill_lora_model
-        fill_lora_model(model, weights, settings["seed"], ranks)    # checkpoints hold no frozen weights
+        from posttrain.start import init_lora_model
+        init_lora_model(model, weights, settings["seed"], ranks)    # checkpoints hold no frozen weights
     elif fresh and weights:
         from convert import fill
         fill(model, weights)
@@ -153,7 +154,7 @@ def train(run, plan, clock, model, optimizer, train_data, val_data, micro_batch_
     batches = prefetch(lambda step: train_data.batch(*plan.samples_of(step, ranks.group, ranks.groups)), run.done)
     for step in run.steps():
         batch = next(batches)                              # this rank's samples
-        # Ranks that share a window have counted it once each.
+        # P ranks read the same window, and each of them has counted it.
         n_kept, n_tokens = (n * ranks.groups / ranks.size
                             for n in ranks.all_reduce(batch.keep.sum(), batch.keep.numel()))
         parts = batch.split(micro_batch_size, run.device)
@@ -184,7 +185,7 @@ def train(run, plan, clock, model, optimizer, train_data, val_data, micro_batch_
         if sample_every and (step + 1 == run.end or (step + 1) % sample_every == 0):
             from sample import sample_of
             run.log.say(sample_of(model, run.device, data, seed))
-        run.save_if_due(step + 1, model, optimizer, **plan_state(plan))
+        run.save_if_due(step + 1, model, optimizer, **decay_state(plan))
 
 
 def validate(run, model, val_data, windows, micro_batch_size):
@@ -199,21 +200,21 @@ def validate(run, model, val_data, windows, micro_batch_size):
     total = count = 0.0
     start = ranks.group * micro_batch_size
     for first in range(start, start + windows, micro_batch_size * ranks.groups):
-        # The last batch is moved back to be as large as the others, which are compiled; repeated windows do not count.
-        # A rank without windows runs all the same, because FSDP gathers weights from all ranks.
+        # All batches have one size, since each size would be compiled. So the last one begins earlier, and its windows
+        # that were scored before do not count. A rank without windows runs all the same: FSDP gathers its weights too.
         begin = max(0, min(first, windows - micro_batch_size))
         [part] = val_data.batch(begin, min(micro_batch_size, windows)).split(micro_batch_size, run.device)
         part.keep[:first - begin] = False
         if ranks.P > 1:
             part = split_batch(ranks, *part)
-        keep = part[2]
-        total += (model.nll(*part) * keep).sum().item()
+        idx, targets, keep, *doc_and_positions = part
+        total += (model.nll(idx, targets, *doc_and_positions) * keep).sum().item()
         count += keep.sum().item()
     drop_gathered(model)
     model.train()
     total, count = ranks.all_reduce(total, count)
-    loss = total / count
-    return dict(val_loss=loss, val_bpb=val_data.bits_per_byte(loss), seconds=round(run.seconds(), 1))
+    bpb = val_data.bits_per_byte(total / count)
+    return dict(val_loss=total / count, val_bpb=bpb, seconds=round(run.seconds(), 1))
 
 
 # -----------------------------------------------------------------------------
@@ -222,21 +223,21 @@ def validate(run, model, val_data, windows, micro_batch_size):
 
 def main(requested):
     """requested: the names of the settings that the user has set, the latest last."""
-    by_clock = minutes > 0 and is_set_later(requested, "minutes", "total_samples")
+    by_clock = minutes > 0 and configurator.is_set_later(requested, "minutes", "total_samples")
     check_settings(configurator.settings(globals()), by_clock)
     ranks = Ranks(parallel, exact, hsdp_shard, sequence_parallel)
     place = ranks.place(pick_device(device))
     compiled = compile and can_compile(place)
     model_shape, weights = ApertusConfig(**vars(shape)), ""
     if init_from:
-        from posttrain.start import start_with
-        model_shape, weights = start_with(init_from, model_shape, requested, data)
+        from posttrain.start import start_config
+        model_shape, weights = start_config(init_from, model_shape, requested, data)
     train_data, val_data = open_data(model_shape)
     model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
-    settings = configurator.settings(globals(), model_shape) | dict(
-        data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"], minutes=minutes if by_clock else 0.0)
     teacher_model = load_teacher(model_shape, ranks, place, compiled)
-    settings["teacher_hash"] = teacher_model.hash if teacher_model else ""
+    settings = configurator.settings(globals(), model_shape) | dict(
+        data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"], minutes=minutes if by_clock else 0.0,
+        teacher_hash=teacher_model.hash if teacher_model else "")
     plan = Plan.from_settings(settings, stage_end=train_data.stage_end)
     if by_clock:
         plan.decay_at = None
@@ -250,7 +251,7 @@ def main(requested):
         checkpoint, decayed = None, []
         if resume:
             checkpoint, plan.decay_at, decayed = restore.find_checkpoint(
-                out, settings, plan, started_stages, ranks.files)
+                out, settings, plan, started_stages, ranks.save_group)
         model = build_model(model_shape, settings, ranks, place, compiled, weights, fresh=not checkpoint)
         # AdEMAMix' warm-ups last as long as the run, at most Apertus' 100,000 steps of 2.6 million: a short run would
         # stay close to plain Adam. With --minutes they last as long as total_samples would, whatever the clock says.
@@ -270,17 +271,12 @@ def main(requested):
         if init_from and eval_every and not checkpoint:    # how good is the start?
             run.log.write(0, tokens=0, **validate(run, model, val_data, eval_windows, micro_batch_size))
         with suppress(StepInterrupted):                    # the steps before it are saved below
-            train(run, plan, DecayClock(run, plan, minutes * by_clock), model, opt, train_data, val_data,
-                  micro_batch_size, teacher_model)
-        finished = run.close(model, opt, **plan_state(plan))
+            train(run, plan, DecayClock(run, plan, minutes * by_clock), model, opt, train_data=train_data,
+                  val_data=val_data, micro_batch_size=micro_batch_size, teacher_model=teacher_model)
+        finished = run.close(model, opt, **decay_state(plan))
         summary = finish(run, plan, model, val_data, micro_batch_size) if finished else None
         ranks.leave()
         conclude(run, summary)
-
-
-def is_set_later(requested, name, other):
-    """Whether the user has set one setting later than another, or not the other."""
-    return [n for n in requested if n in (name, other)][-1:] != [other]
 
 
 def open_data(model_shape):
@@ -303,15 +299,16 @@ def load_teacher(model_shape, ranks, place, compiled):
 
 
 def introduce(run, plan, model, train_data):
-    """Print how large the run is, and write config.json and the vocabulary."""
-    from convert import describe_run  # here, since training itself needs no tokenizer
+    """Print how large the run is; begin its folder: config.json and the vocabulary, no weights of an earlier end."""
+    from convert import remove_old_weights, write_run_config  # here, since training itself needs no tokenizer
     place = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
     length = f"{minutes:g} minute{'s' * (minutes != 1)}" if plan.decay_at is None else f"{plan.end:,} steps"
     print(f"{model.num_params():,} parameters on {place} in {str(model.dtype)[6:]}, {length} of {batch_size} x "
           f"{plan.block_size} tokens per step; data: {train_data.n_tokens:,} tokens")
     if compile and not can_compile(run.device):
         print(f"no compiler found for {run.device} (on a CPU: a C++ one, like g++): running eagerly, half as fast")
-    describe_run(out, run.settings, model.config, data)
+    remove_old_weights(out)
+    write_run_config(out, run.settings, model.config, data)
 
 
 def finish(run, plan, model, val_data, micro_batch_size):

@@ -157,7 +157,7 @@ def samples_of(data, path, offset, n, until):
               for (file, _), begin in zip(stream.files, stream.begins) if os.path.realpath(file) == path]
     for at in range(0, until, CHUNK):
         samples = np.arange(at, min(at + CHUNK, until))
-        stream, window = data.where(samples)
+        stream, window = data.locate(samples)
         for s, begin in places:
             # Window w has the tokens w * T to w * T + T.
             ahead = begin - window * data.T

@@ -100,7 +100,7 @@ def tensors_of(model, optimizer=None):
     return tensors
 
 
-def write(folder, step, tensors, info, keep, spare, group):
+def write(folder, step, tensors, info, keep, keep_until, group):
     """
     Write folder/step-N, all or nothing, and delete old checkpoints (delete_old).
 
@@ -132,7 +132,7 @@ def write(folder, step, tensors, info, keep, spare, group):
             shutil.rmtree(final, ignore_errors=True)
             os.rename(tmp, final)
             flush(folder)
-            delete_old(folder, step, keep, spare)
+            delete_old(folder, step, keep, keep_until)
 
     try:
         # By itself, since DCP's own messages would wait for a rank that fails before them.
@@ -167,14 +167,16 @@ def assign_files(tensors):
     return files
 
 
-def delete_old(folder, step, keep, spare):
+def delete_old(folder, step, keep, keep_until):
     """
-    Delete all checkpoints but the `keep` newest (0: delete none) and the newest of those until step `spare`. Those
+    Delete all checkpoints but the `keep` newest (0: delete none) and the newest of those until step `keep_until`. Those
     after `step` are left alone: a resumed run has passed them over because they are damaged.
     """
+    if not keep:
+        return
     until_now = [s for s in steps_in(folder) if s <= step]
-    for old, after in zip(until_now[:-keep], until_now[1:]):    # [:-0] is empty
-        if not old <= spare < after:
+    for old, after in zip(until_now[:-keep], until_now[1:]):
+        if not old <= keep_until < after:
             shutil.rmtree(f"{folder}/step-{old:08d}", ignore_errors=True)
 
 
@@ -196,8 +198,8 @@ class Saver:
         if torch.cuda.is_initialized():
             self.thread.submit(torch.cuda.set_device, torch.cuda.current_device())
 
-    def save(self, step, model, optimizer, info, spare=0):
-        """Save, or begin to save, a checkpoint after the last save has ended. info, spare: as in write()."""
+    def save(self, step, model, optimizer, info, keep_until=0):
+        """Save, or begin to save, a checkpoint after the last save has ended. info, keep_until: as in write()."""
         # Not in the thread alone, since torch.compile may import modules meanwhile.
         import torch.distributed.checkpoint  # noqa: F401
 
@@ -211,7 +213,7 @@ class Saver:
         if in_background:
             # Copies that later steps do not change. Of a DTensor, each rank copies its shard.
             tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-        self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, spare, self.group)
+        self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, keep_until, self.group)
         if not in_background:
             self.print_once(f"the host has no room for a copy of the tensors to save, {size / 1e9:.1f} GB: "
                             "training waits while a checkpoint is written")

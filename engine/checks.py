@@ -52,14 +52,14 @@ def check_length(settings, by_clock):
 
 
 def check_start(settings):
-    """ValueError for adapters without a start model, or on matrices that are trained themselves."""
+    """
+    ValueError for adapters without a start model, or on matrices that are trained themselves. The values of `base`:
+    posttrain.start.check_base().
+    """
     lora_r, base = settings["lora_r"], settings["base"]
     if (lora_r or base != "fp32") and not settings["init_from"]:
         raise ValueError(f"lora_r={lora_r}, base={base}: adapters are trained next to the frozen weights of a model: "
                          "name it with --init_from")
-    if base != "fp32" and not lora_r:
-        raise ValueError(f"base={base}: weights that are trained are held in fp32; "
-                         f"--lora_r=16 trains adapters next to frozen weights in {base}")
     if lora_r and settings["fp8"]:
         raise ValueError(f"lora_r={lora_r} freezes the matrices that fp8=True trains: leave one of them out")
 

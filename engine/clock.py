@@ -14,7 +14,8 @@ class DecayClock:
 
     def __init__(self, run, plan, minutes):
         self.run, self.plan, self.limit = run, plan, 60 * minutes
-        self.marks = []                                    # (seconds, samples) before the first two steps
+        self.calls = 0                                     # of foresee(), one a step
+        self.pace_from = 0.0, 0                            # (seconds, samples) from which the pace is measured
 
     def decay_is_due(self, step):
         """Whether the decay begins after this step. All ranks get the same answer."""
@@ -24,19 +25,21 @@ class DecayClock:
         if samples < math.inf:
             self.run.log.show_end(self.plan.steps_in(int(samples)))
         # A decay that begins later would end when the time is up, or after that. The clock of the first rank counts.
-        is_late = self.run.ranks.is_main and self.plan.end_if_decay_follows(step) >= samples
+        is_late = self.run.ranks.is_main and self.plan.samples_if_decay_follows(step) >= samples
         return self.run.requests["cooldown"] or self.run.ranks.any_rank(late=is_late)["late"]
 
     def foresee(self, samples):
         """
         How many samples the run will have seen when its minutes are over, at the pace of this process; inf if that is
-        not known yet. Call it once in each step, before which the run has seen `samples`.
+        not known yet. To be called at the end of each step, before which the run had seen `samples`: so the forecast is
+        a step short, on the safe side.
         """
         now = self.run.seconds()
-        # The first step compiles. The pace, validations and saves included, counts from the second on.
-        if len(self.marks) < 2:
-            self.marks.append((now, samples))
-        then, before = self.marks[-1]
+        # The first two steps compile. The pace, validations and saves included, is that of the steps after them.
+        if self.calls < 2:
+            self.pace_from = now, samples
+        self.calls += 1
+        then, before = self.pace_from
         left = max(0, self.limit - now)
         if samples == before:
             return math.inf if left else samples
@@ -56,12 +59,12 @@ class DecayClock:
             run.log.say(f"step {steps:6}   the decay begins, {run.end - steps:,} steps")
         else:
             run.log.say(f"step {steps:6}   asked for its decay, but the rate falls already")
-        run.save(steps, model, optimizer, **plan_state(plan))
+        run.save(steps, model, optimizer, **decay_state(plan))
         run.saver.wait()
         run.forget_request("cooldown")
 
 
-def plan_state(plan):
-    """For Run.save: where the decay begins, and that the newest checkpoint from before it is kept."""
+def decay_state(plan):
+    """Arguments of Run.save: where the decay begins, and until which step the newest checkpoint is never deleted."""
     decay_at = plan.decay_at
     return dict(decay_at=decay_at, keep_until=math.inf if decay_at is None else plan.steps_in(decay_at))

@@ -33,7 +33,7 @@ class Log:
         if not self.is_main:
             return
         path = f"{self.out}/log.jsonl"
-        remove_entries(path, start, of_validations=start >= end)
+        remove_entries(path, start, repeat_validation=start >= end)
         file = open(path, "a", encoding="utf-8", buffering=1)
         self.writers.append(lambda entry: file.write(json.dumps(entry) + "\n"))
         self.bar = tqdm(initial=start, total=end, unit="step", dynamic_ncols=True)
@@ -126,15 +126,18 @@ def read_entry(line):
         return None
 
 
-def remove_entries(path, start, of_validations):
+def remove_entries(path, start, repeat_validation):
     """
-    Remove from log.jsonl the lines of steps from `start` on, and torn ones; of_validations: also the last validation
-    before `start`, which a run that is at its end repeats.
+    Remove from log.jsonl the lines of steps from `start` on, which will be repeated, and torn ones. repeat_validation:
+    also the validation after the last step before `start`, which a run that is at its end repeats.
     """
     if not os.path.exists(path):
         return
     with open(path, encoding="utf-8", errors="replace") as file:
         entries = [(line, read_entry(line)) for line in file]
-    kept = [line for line, entry in entries
-            if entry and entry["step"] < start - (of_validations and "loss" not in entry)]
-    write_flushed(path, "".join(kept))
+
+    def is_kept(entry):
+        is_validation = "loss" not in entry
+        return entry["step"] < (start - 1 if repeat_validation and is_validation else start)
+
+    write_flushed(path, "".join(line for line, entry in entries if entry and is_kept(entry)))

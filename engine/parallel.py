@@ -112,7 +112,7 @@ class Ranks:
         self.group, self.part = divmod(self.rank, P)
         # From join() to leave(): the process groups that write checkpoints, agree on flags and share a window; the
         # mesh, the device.
-        self.files = self.talk = self.window = self.mesh = self.device = None
+        self.save_group = self.flag_group = self.window_group = self.mesh = self.device = None
 
     def shard_over(self, shard):
         """Let this number of ranks share one copy of the weights. Before join()."""
@@ -161,13 +161,13 @@ class Ranks:
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = wait
         dist.init_process_group(backend, None, wait, self.size, self.rank, store)
         # A thread writes checkpoints while training continues. Its messages need a group of their own.
-        self.files = dist.new_group(backend="gloo")
-        self.talk = dist.new_group(backend="gloo")
+        self.save_group = dist.new_group(backend="gloo")
+        self.flag_group = dist.new_group(backend="gloo")
         self.device = device
         shape = (self.replicas, self.shard) if self.mode == "hsdp" else (self.size,)
         self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("replicas", "shards")[-len(shape):])
         if self.P > 1:
-            self.window, _ = dist.new_subgroups(self.P)
+            self.window_group, _ = dist.new_subgroups(self.P)
         if self.exact:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
             torch.set_num_threads(1)                       # two threads split a sum in two, which rounds it differently
@@ -185,17 +185,17 @@ class Ranks:
         """{name: whether it is set on any rank}. On the CPU, since a GPU would first finish all queued kernels."""
         if self.size > 1:
             counts = torch.tensor([float(flag) for flag in flags.values()])
-            dist.all_reduce(counts, group=self.talk)
+            dist.all_reduce(counts, group=self.flag_group)
             flags = dict(zip(flags, map(bool, counts.tolist())))
         return flags
 
     def leave(self):
         """Close the connections. Barrier: no rank exits while another still needs it."""
-        if not self.files:
+        if not self.save_group:
             return
-        dist.barrier(self.files)
+        dist.barrier(self.save_group)
         dist.destroy_process_group()
-        self.files = None
+        self.save_group = None
 
 
 # -----------------------------------------------------------------------------
@@ -213,10 +213,7 @@ def distribute(model, ranks, device, recompute="none", compiled=False):
 
     recompute_activations(model, recompute)
     if compiled:
-        # Blocks share their compiled code: depth costs no compile time. A graph break would be slow, so it is an error.
-        for block in model.model.layers:
-            block.compile(fullgraph=True)
-        model.chunk_loss = torch.compile(model.chunk_loss)
+        model.compile_parts()
     if ranks.sharded and next(model.parameters()).is_meta:
         from engine.sharding import shard
         shard(model, ranks)
@@ -251,17 +248,17 @@ def split_batch(ranks, idx, targets, keep, doc):
     return idx, targets, keep, doc, numbers
 
 
-
-def reduce_after(model, ranks, last):
+def set_gradient_sync(model, ranks, is_last):
     """
-    Set before a micro-batch whether sharded gradients are added over ranks after it; last: it is the step's last one.
+    Say before a micro-batch whether sharded gradients are added over ranks after it. is_last: it ends the step.
 
-    FSDP adds them after each, because a rank that kept whole gradients until the last would need 282 GB at 70B. In
-    exact mode it waits, since micro-batches must first be added in fp64.
+    FSDP adds them after each micro-batch, because a rank that kept whole gradients until the last would need 282 GB at
+    70B. With --exact it waits for the last, since micro-batches must first be added in fp64. Between the nodes of hsdp
+    they are added after the last.
     """
     if ranks.sharded:
-        model.set_requires_gradient_sync(last or not ranks.exact)
-        model.set_requires_all_reduce(last)                # between the nodes of hsdp: once per step
+        model.set_requires_gradient_sync(is_last or not ranks.exact)
+        model.set_requires_all_reduce(is_last)
 
 
 def gradients(model):
@@ -269,16 +266,16 @@ def gradients(model):
     return [local(p.grad) for p in model.parameters() if p.grad is not None]
 
 
-def reduce_step(model, ranks, losses):
+def reduce_step(model, ranks, sums):
     """
-    Add the losses and gradients of all ranks, once a step. losses: of this rank, any shape. Returns the sums, a list of
-    floats, and the L2 norm of the gradient, all the same on every rank.
+    Add up gradients and some numbers over all ranks, once a step. sums: the numbers of this rank, losses or log-probs,
+    of any shape. Returns their sums, a list of floats, and the L2 norm of the gradient, all the same on every rank.
     """
     if ranks.mode == "ddp":                                # FSDP has added its gradients
         for grad in gradients(model):
             dist.all_reduce(grad)
-    *losses, square = ranks.all_reduce(*losses.view(-1), square_norm(model, ranks))
-    return losses, math.sqrt(square)
+    *sums, square = ranks.all_reduce(*sums.view(-1), square_norm(model, ranks))
+    return sums, math.sqrt(square)
 
 
 def check_finite(step, losses, norm):

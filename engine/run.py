@@ -8,7 +8,9 @@ One run of a training script: everything but its method. The scripts have a loop
                 ...
             run.log.step(...)
             run.save_if_due(step + 1, model, optimizer)
-        run.close(model, optimizer)                         the last save, on disk
+        run.close(model, optimizer)                         the last save, on disk; then the last validation
+        ranks.leave()                                       no rank waits for another any more
+        run.log.conclude(summary)                           summary.json and loss.png
 
 The user asks by a signal or by a file in the run folder: stop, cooldown (the decay), profile. Before each step all
 ranks agree on what is asked of any of them, so that all do it in the same step.
@@ -36,8 +38,9 @@ class StepInterrupted(Exception):
 
 class Run:
     """
-    The folder, signals and checkpoints of a run. settings: all of them, a dict; each checkpoint holds a copy. Of these
-    this class reads out, resume, checkpoint_every, checkpoint_minutes, keep_checkpoints and timeout (train.py).
+    The folder, signals and checkpoints of a run. settings: the dict itself, not a copy: the script adds hashes to it
+    until begin(), and each checkpoint holds all of it. Of these this class reads out, resume, checkpoint_every,
+    checkpoint_minutes, keep_checkpoints and timeout (train.py).
     """
 
     def __init__(self, settings, ranks, device):
@@ -77,7 +80,8 @@ class Run:
     def __exit__(self, kind, error, traceback):
         self.log.close_bar()                               # so that an error starts on a new line
         if self.saver and isinstance(error, ValueError):
-            self.saver.finish()                            # it is raised on all ranks
+            # Most are raised on all ranks, which have begun this save together: let it end.
+            self.saver.finish()
         self.on_exit.close()
         if isinstance(error, torch.OutOfMemoryError):      # on GPUs only
             torch.cuda.memory._dump_snapshot(f"{self.out}/memory-{self.ranks.rank}.pickle")
@@ -94,7 +98,7 @@ class Run:
         self.done = self.saved = manifest["step"]
         self.started_at = time.perf_counter() - manifest["seconds"]
         self.saved_at = time.perf_counter()
-        self.saver = Saver(f"{self.out}/ckpt", self.settings["keep_checkpoints"], self.ranks.files)
+        self.saver = Saver(f"{self.out}/ckpt", self.settings["keep_checkpoints"], self.ranks.save_group)
         if path and self.ranks.is_main:
             print(f"resumed from {path}")
         is_gpu = self.device.startswith("cuda")
@@ -135,8 +139,9 @@ class Run:
 
     def micro_batches(self, model, parts):
         """
-        Yield the parts of a step, and tell FSDP which is the last. StepInterrupted if the user asks any rank to stop: a
-        step of the 8B takes a minute on one node, and Slurm kills 30 seconds after SIGTERM.
+        Yield the parts of a step, and say before each whether its gradients are added over ranks after it.
+        StepInterrupted if the user asks any rank to stop: a step of the 8B takes a minute on one node, and Slurm kills
+        30 seconds after SIGTERM.
         """
         for i, part in enumerate(parts):
             if i and self.ranks.any_rank(stop=self.is_requested("stop"))["stop"]:
@@ -146,8 +151,7 @@ class Run:
                 self.trace.stop()                          # a long step would make a file of gigabytes
             if time.perf_counter() - self.step_started_at > 10:
                 self.log.show(f"micro-batch {i + 1} of {len(parts)}")
-            # FSDP adds gradients over ranks after each micro-batch, DDP and exact FSDP once, after the last.
-            parallel.reduce_after(model, self.ranks, last=i + 1 == len(parts))
+            parallel.set_gradient_sync(model, self.ranks, is_last=i + 1 == len(parts))
             yield part
 
     def is_requested(self, name):
@@ -192,7 +196,7 @@ class Run:
         further entries of the manifest.
         """
         manifest = state | dict(config=self.settings, seconds=self.seconds())
-        self.saver.save(steps, model, optimizer, manifest, spare=keep_until)
+        self.saver.save(steps, model, optimizer, manifest, keep_until=keep_until)
         self.saved, self.saved_at = steps, time.perf_counter()
 
 

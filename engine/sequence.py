@@ -26,7 +26,7 @@ def exchange(x, ranks, give, take):
     give heads, take positions: all heads of this rank's positions (B, H, T/P, D) -> some heads of all (B, H/P, T, D).
     """
     parts = torch.stack(x.chunk(ranks.P, give))            # (P, B, H/P, T/P, D)
-    parts = all_to_all_single_autograd(parts, None, None, ranks.window)
+    parts = all_to_all_single_autograd(parts, None, None, ranks.window_group)
     return torch.cat(parts.unbind(), take)
 
 
@@ -47,4 +47,4 @@ def split_attention(model, ranks):
     c = model.config
     check_split("sequence_parallel", ranks.P, block_size=c.block_size, n_kv_head=c.n_kv_head)
     for block in model.model.layers:
-        block.self_attn.attend_in_window(WindowAttention(ranks))
+        block.self_attn.attend_across_ranks(WindowAttention(ranks))

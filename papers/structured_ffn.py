@@ -53,7 +53,7 @@ from ademamix import build_optimizer, optimizer_step
 from data import prefetch, started_stages
 from engine import memory, restore
 from engine.checks import check_settings
-from engine.clock import DecayClock, plan_state
+from engine.clock import DecayClock, decay_state
 from engine.parallel import Ranks, check_finite, distribute, orderly_exit, reduce_step
 from engine.run import Run, StepInterrupted
 from engine.sharding import draw
@@ -255,7 +255,7 @@ def load(folder):
         raise ValueError(f"{folder} is not a run of papers.structured_ffn, or has no checkpoint")
     path, manifest = checkpoint
     settings = manifest["config"]
-    model = StructuredApertus(ApertusConfig.of(settings), settings, has_guides(checkpoint, settings))
+    model = StructuredApertus(ApertusConfig.from_settings(settings), settings, has_guides(checkpoint, settings))
     restore.load(path, model)
     drop_guides(model)
     return model
@@ -371,7 +371,10 @@ def build_model(shape, settings, ranks, device, compiled=False, checkpoint=None)
 
 
 def train_guided(run, plan, clock, model, guides, optimizer, train_data, val_data, micro_batch_size):
-    """The loop of train.py; it sets the guides before each micro-batch, and removes them after the last guided step."""
+    """
+    The loop of train.train(), without a teacher, sequence_parallel and init_from. It sets the guides before each
+    micro-batch, and removes them after the last guided step.
+    """
     ranks = run.ranks
     batches = prefetch(lambda step: train_data.batch(*plan.samples_of(step, ranks.group, ranks.groups)), run.done)
     for step in run.steps():
@@ -400,7 +403,7 @@ def train_guided(run, plan, clock, model, guides, optimizer, train_data, val_dat
             clock.begin_decay(step + 1, model, optimizer)
         if train.sample_every and (step + 1 == run.end or (step + 1) % train.sample_every == 0):
             run.log.say(sample_of(model, run.device, train.data, train.seed))
-        run.save_if_due(step + 1, model, optimizer, **plan_state(plan))
+        run.save_if_due(step + 1, model, optimizer, **decay_state(plan))
 
 
 def check_unused(settings):
@@ -413,7 +416,7 @@ def check_unused(settings):
 
 def find_checkpoint(settings, plan, ranks):
     """As restore.find_checkpoint(). ValueError if a setting of this script differs too."""
-    checkpoint, decay_at, decayed = restore.find_checkpoint(train.out, settings, plan, started_stages, ranks.files)
+    checkpoint, decay_at, decayed = restore.find_checkpoint(train.out, settings, plan, started_stages, ranks.save_group)
     if checkpoint:
         path, manifest = checkpoint
         restore.refuse_another(path, manifest["config"], {name: settings[name] for name in MUST_MATCH})
@@ -461,7 +464,7 @@ def main(requested):
         if ranks.is_main:
             train.introduce(run, plan, model, train_data)
             # Not an Apertus for transformers: config.json is written anew.
-            convert.describe(run.out, settings, model_shape, load_for(train.data), is_apertus=False)
+            convert.write_config(run.out, settings, model_shape, load_for(train.data), is_apertus=False)
             restore.set_aside(run.out, decayed)
         run.begin(plan.end, checkpoint, model.flops_per_token(val_data.T))
         if train.wandb_log:
@@ -469,7 +472,7 @@ def main(requested):
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train_guided(run, plan, DecayClock(run, plan, train.minutes * by_clock), model, guides, opt, train_data,
                          val_data, micro_batch_size)
-        finished = run.close(model, opt, **plan_state(plan))
+        finished = run.close(model, opt, **decay_state(plan))
         summary = train.finish(run, plan, model, val_data, micro_batch_size) if finished else None
         ranks.leave()
         train.conclude(run, summary)

@@ -81,7 +81,7 @@ def cached(files, ranks, label, compute, together=False):
     """
     missing = [k for k in range(len(files))[ranks.rank::ranks.size] if not os.path.exists(files[k])]
     if together:
-        missing += [0] * (max(gather(len(missing), ranks.files)) - len(missing))
+        missing += [0] * (max(gather(len(missing), ranks.save_group)) - len(missing))
     for k in tqdm(missing, label, delay=2, leave=False, disable=not ranks.is_main):
         write_flushed(files[k], json.dumps(compute(k)), shared=True)
     ranks.all_reduce(0)        # Barrier: no rank reads before every rank has written.

@@ -119,7 +119,7 @@ def checked_files(data, ranks):
     checked = []
     if ranks.is_main:
         checked = [readers.check(file, "") for source in sources for file in files_of(source)]
-    checked = checkpoint.gather(checked, ranks.files)[0]
+    checked = checkpoint.gather(checked, ranks.save_group)[0]
     for file in checked:
         if file["problem"]:
             raise ValueError(f"{file['path']}: {file['problem']}")

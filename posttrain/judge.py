@@ -291,7 +291,7 @@ def reward_hash(spec):
         return hash_of([path], rest or "reward") if spec else ""
     model, charter = parse_spec(rest)
     if "://" not in model:
-        path = glob.escape(convert.weights_in(convert.local(model)))
+        path = glob.escape(convert.weights_in(convert.folder_of(model)))
         model = hash_of(glob.glob(f"{path}/manifest.json") or sorted(glob.glob(f"{path}/*")))
     return sha256_of([model, read_charter(charter), RATE, COMPARE, TOP])[:16]
 

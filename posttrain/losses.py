@@ -4,17 +4,17 @@ the same pairs. The formulas, and when to use which: posttrain/qrpo.py.
 
 All losses take tensors (..., 2), the better completion of a prompt first, and return one number per pair (...):
 
-    pi         log-probs of the whole completion under the policy, in nats
+    pi            log-probs of the whole completion under the policy, in nats
 
 and `known`, the values that do not depend on the policy:
 
-    ref        log-probs under the reference model
-    reward     the raw reward
-    q          R_q: the quantile of the reward among the references
-    length     tokens of the completion, or 1 for no normalisation by length
-    beta       of this completion: beta / |y|, limited (effective_beta)
-    log_z      beta log Z of this completion (beta_log_z)
-    tokens     of the completion, for the log
+    ref           log-probs under the reference model
+    reward        the raw reward
+    q             R_q: the quantile of the reward among the references
+    length        tokens of the completion, or 1 for no normalisation by length
+    beta          of this completion: beta / |y|, limited (effective_beta)
+    beta_log_z    beta log Z of this completion
+    tokens        of the completion, for the log
 """
 
 import math
@@ -36,7 +36,7 @@ class Known:
     q: torch.Tensor
     length: torch.Tensor
     beta: torch.Tensor
-    log_z: torch.Tensor
+    beta_log_z: torch.Tensor
     tokens: torch.Tensor
 
     def select(self, indices):
@@ -97,7 +97,7 @@ def discrete_beta_log_z(ref_quantiles, beta):
 
 
 def qrpo_loss(pi, known, beta, gamma):
-    target = known.q - known.log_z
+    target = known.q - known.beta_log_z
     log_ratio = pi - known.ref
     return (target - known.beta * log_ratio).square().mean(-1)
 

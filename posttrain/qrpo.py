@@ -27,6 +27,7 @@ First, n completions per prompt are sampled from the start model and scored, and
 that training holds no second model. With adapters (--lora_r) the reference is the same model with the adapters off.
 Then the loop, train(), follows. out/<run>/references caches every stage: a run can be killed anywhere, and --resume
 continues it. After SIGTERM, SIGUSR2, or `touch out/<run>/stop`, all ranks stop after the current micro-batch and save.
+In the log, `tokens` are those of the step's completions, without prompts.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
       # my_reward.py: def reward(prompt, completion): return float, or
@@ -92,7 +93,7 @@ device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights, states and sums of log-probs are fp32
 parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; each rank samples with a whole model
 compile = False                 # torch.compile of the training steps, block by block; references are sampled eagerly
-seed = 28
+seed = 28                       # of the sampled references, the pairs and their order, and initial adapters
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
 lora_alpha = 32.0               # scale of their update: alpha / r
@@ -111,17 +112,17 @@ length_norm = True              # beta / |y|, at most BETA_MAX of posttrain/loss
 ties = "le"                     # le: for rewards without ties | discrete: Z from the references, for pass or fail
 gamma = 0.5                     # simpo: the margin, in units of beta
 # the schedule
-epochs = 1
+epochs = 1                      # passes over all pairs, each in an order of its own
 batch_size = 512                # pairs per step
 micro_batch = 4                 # pairs in memory at once
 warmup = 0.1                    # share of the steps in which the rate rises linearly; then it falls linearly to the end
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
-state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, one rounded at random
-lr = 5e-7
-betas = (0.9, 0.999, 0.999)     # fast average, squares, slow average; AdamW uses the first two
-alpha = 8.0                     # the slow average's weight; alpha and beta3 warm up over the run, at most 100,000 steps
-weight_decay = 0.0
+state_dtype = "float32"         # of AdEMAMix's two moments; bfloat16: 4 bytes a parameter less, one rounded at random
+lr = 5e-7                       # peak learning rate
+betas = (0.9, 0.999, 0.999)     # fast moment, squares, slow moment; AdamW uses the first two
+alpha = 8.0                     # weight of the slow moment; alpha and beta3 warm up over the run, at most 100,000 steps
+weight_decay = 0.0              # on matrices; never on norm weights and xIELU scalars
 grad_clip = 20.0                # hardly ever clips, as published; the norm before clipping is in the log
 # checkpoints
 checkpoint_every = 200          # steps; 0 = at the end only
@@ -152,14 +153,17 @@ class Candidate:
 
 @dataclass
 class Pairs:
-    """What the loop learns from. sequences: of each pair, the better one first; beta: of the loss."""
+    """
+    What the loop learns from. sequences: of each pair, (ids of the prompt, ids of the completion) twice, the better one
+    first; beta: of the loss.
+    """
     sequences: list
     known: Known
     beta: float
 
     @property
     def window(self):
-        """Tokens of the longest pair."""
+        """Room of a pair, in tokens: twice its longest sequence, since both are padded to it."""
         return 2 * max(len(prompt + completion) for pair in self.sequences for prompt, completion in pair)
 
 
@@ -176,18 +180,18 @@ def prepare_pairs(store, score):
     if not lora_r:
         pools = with_log_probs(store, pools)
     pairs_by_prompt = [pairs_of(i, pool) for i, pool in enumerate(pools)]
-    couples = list(itertools.chain(*pairs_by_prompt))
+    candidate_pairs = list(itertools.chain(*pairs_by_prompt))
     unfinished = sum(len(prompt.references) + len(prompt.given) - len(pool) for prompt, pool in zip(prompts, pools))
     left_out = (f"{pairs_by_prompt.count([])} without two completions to compare (--pairs={pairs}), and {unfinished} "
                 f"completions unfinished or over {longest} tokens")
-    if not couples:
+    if not candidate_pairs:
         raise ValueError(f"{data}: no pair of completions with different rewards among {len(prompts)} prompts (left "
                          f"out: {left_out}): nothing to learn from")
     strength = beta or (5.0 if length_norm else BETA[loss])
-    known = known_values(couples, strength)
+    known = known_values(candidate_pairs, strength)
     notes = [f"{len(prompts)} prompts; left out: {left_out}; {known.tokens.mean():.1f} tokens each",
              *warn_of_ties(prompts)]
-    return Pairs([(better.sequence, worse.sequence) for better, worse in couples], known, strength), notes
+    return Pairs([(better.sequence, worse.sequence) for better, worse in candidate_pairs], known, strength), notes
 
 
 def with_log_probs(store, pools):
@@ -226,34 +230,34 @@ def pairs_of(i, pool):
     quantile against the largest that is at most max(.2, 1/n), with n references; ties go to the first in that order.
     """
     order = [pool[k] for k in np.random.default_rng((seed, i)).permutation(len(pool))]
-    couples = zip(order[::2], order[1::2])
+    candidate_pairs = zip(order[::2], order[1::2])
     if pairs == "best":
         order.sort(key=lambda candidate: -candidate.q)
-        couples = [(order[0], worse) for worse in order if worse.q <= max(0.2, 1 / n_refs)]
-    couples = [sorted(couple, key=lambda candidate: -candidate.reward) for couple in couples]
-    unequal = [(better, worse) for better, worse in couples if better.reward > worse.reward]
+        candidate_pairs = [(order[0], worse) for worse in order if worse.q <= max(0.2, 1 / n_refs)]
+    candidate_pairs = [sorted(pair, key=lambda candidate: -candidate.reward) for pair in candidate_pairs]
+    unequal = [(better, worse) for better, worse in candidate_pairs if better.reward > worse.reward]
     return unequal if pairs == "all" else unequal[:1]
 
 
-def known_values(couples, strength):
+def known_values(candidate_pairs, strength):
     """The Known values of [(better, worse)]. strength: beta of the loss."""
     ref, reward, q, tokens = torch.tensor(
-        [[(c.ref, c.reward, c.q, c.length) for c in couple] for couple in couples]).unbind(-1)
+        [[(c.ref, c.reward, c.q, c.length) for c in pair] for pair in candidate_pairs]).unbind(-1)
     length = tokens if length_norm else torch.ones_like(tokens)
     own_beta = effective_beta(length, strength, BETA_MAX if length_norm else 0.0)
     if ties == "discrete":
-        ref_quantiles = torch.stack([better.ref_quantiles for better, _ in couples]).float()    # (pairs, n_refs)
-        log_z = discrete_beta_log_z(ref_quantiles[:, None], own_beta)
+        ref_quantiles = torch.stack([better.ref_quantiles for better, _ in candidate_pairs]).float()
+        own_beta_log_z = discrete_beta_log_z(ref_quantiles[:, None], own_beta)      # (pairs, 1, n_refs), (pairs, 2)
     else:
-        log_z = beta_log_z(own_beta)
-    return Known(ref, reward, q, length, own_beta, log_z, tokens)
+        own_beta_log_z = beta_log_z(own_beta)
+    return Known(ref, reward, q, length, own_beta, own_beta_log_z, tokens)
 
 
 # -----------------------------------------------------------------------------
 # the loop
 
 
-def train(run, model, optimizer, examples, micro_batch_size):
+def train(run, model, optimizer, all_pairs, micro_batch_size):
     """
     Train on all pairs, `epochs` times, or until the user asks to stop.
 
@@ -261,20 +265,20 @@ def train(run, model, optimizer, examples, micro_batch_size):
     """
     ranks = run.ranks
     for step in run.steps():
-        indices = common.item_indices(step, batch_size, len(examples.sequences), epochs, seed)
-        sequences, known = [examples.sequences[k] for k in indices], examples.known.select(indices)
+        indices = common.item_indices(step, batch_size, len(all_pairs.sequences), epochs, seed)
+        sequences, known = [all_pairs.sequences[k] for k in indices], all_pairs.known.select(indices)
         parts = common.rank_micro_batches(range(len(sequences)), micro_batch_size, ranks)
         if lora_r:
             known = replace(known, ref=reference_logp(run, model, sequences, parts))
         logp = torch.zeros(len(sequences), 2)              # of this rank's pairs, 0 for the others
         for part in run.micro_batches(model, parts):
             part_logp = logp_of(model, sequences, part)    # (pairs of this micro-batch, 2)
-            part_loss = LOSSES[loss](part_logp, known.select(part), examples.beta, gamma).sum() / len(sequences)
+            part_loss = LOSSES[loss](part_logp, known.select(part), all_pairs.beta, gamma).sum() / len(sequences)
             part_loss.backward()
             logp[list(part)] = part_logp.detach()
         logp, norm = reduce_step(model, ranks, logp)       # of all pairs
         logp = torch.tensor(logp).view(-1, 2)
-        step_loss = LOSSES[loss](logp, known, examples.beta, gamma).mean().item()
+        step_loss = LOSSES[loss](logp, known, all_pairs.beta, gamma).mean().item()
         check_finite(step, [step_loss], norm)
         lr_now = lr * common.linear(step, run.end, warmup)
         optimizer_step(optimizer, lr_now, norm, grad_clip)
@@ -313,7 +317,7 @@ def step_stats(ratio, known):
     pi / pi_ref. The weights are normalised, so kl cannot exceed the log of the number of samples.
     """
     margin = better_minus_worse(ratio).mean()
-    target = (known.q - known.log_z) / known.beta
+    target = (known.q - known.beta_log_z) / known.beta
     ratio, target, reward = (x.flatten() for x in (ratio, target, known.reward))
     weight = ratio.softmax(0)
     means = dict(
@@ -368,13 +372,14 @@ def main():
         prompts, dropped = read_prompts(tok, settings)
         model = build_model(shape, settings | dict(recompute="none"), ranks, place, weights=weights)
         store = References(model, tok, prompts, ranks, place, settings)
-        examples, notes = prepare_pairs(store, score)
+        all_pairs, notes = prepare_pairs(store, score)
         settings |= dict(data_hash=store.hash[:16], rewards_hash=reward_hash(rewards), tokenizer_hash=tok.hash[:16])
-        steps = math.ceil(epochs * len(examples.sequences) / batch_size)
-        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.files) if resume else None
+        steps = math.ceil(epochs * len(all_pairs.sequences) / batch_size)
+        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         micro_batch_size, _ = memory.fit_to_memory(
-            outline, settings, ranks, place, activations, examples.window, micro_batch, ranks_have_met=True)
+            outline, settings, ranks, place, activations, all_pairs.window, micro_batch, ranks_have_met=True)
         distribute(model, ranks, place, recompute, compiled)       # not before: references are sampled eagerly
+        # `compile` is about the blocks: AdEMAMix's update is compiled from a million parameters on in any case.
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),
                               state_dtype=state_dtype)
         if checkpoint:
@@ -382,13 +387,14 @@ def main():
         if lora_r:
             settings["start_hash"] = frozen_hash(model, checkpoint)
         if ranks.is_main:
-            convert.describe(out, settings | dict(chat=True), shape, tok)
+            convert.remove_old_weights(out)
+            convert.write_config(out, settings | dict(chat=True), shape, tok)
             if dropped:
                 print(describe_dropped(dropped, len(prompts), "prompts"))
-            print(*notes, f"{len(examples.sequences)} pairs, {steps} step{'s' * (steps != 1)}", sep="\n")
-        run.begin(steps, checkpoint, model.flops_per_token(examples.window))
+            print(*notes, f"{len(all_pairs.sequences)} pairs, {steps} step{'s' * (steps != 1)}", sep="\n")
+        run.begin(steps, checkpoint, model.flops_per_token(all_pairs.window))
         with suppress(StepInterrupted):                    # the steps before it are saved below
-            train(run, model, opt, examples, micro_batch_size)
+            train(run, model, opt, all_pairs, micro_batch_size)
         summary = common.finish(run, model) if run.close(model, opt) else None
         ranks.leave()
         conclude(run, summary)

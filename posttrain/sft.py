@@ -20,8 +20,9 @@ A row of the data has one of these forms, recognised by its keys. Other rows are
     with any of these            system (a text), tools (a list, or one as JSON), thinking
 
 Until conversations repeat, each loss is measured on ones that the model has not seen: the training curve is then a
-held-out curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). After SIGTERM,
-SIGUSR2, or `touch out/<run>/stop`, all ranks stop after the current micro-batch and save; --resume continues.
+held-out curve. In the log, `tokens` and `learnt` are those of the step; `tokens` of train.py are all so far. The
+conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). After SIGTERM, SIGUSR2, or `touch
+out/<run>/stop`, all ranks stop after the current micro-batch and save; --resume continues.
 
 $ python -m posttrain.sft --data=conversations.jsonl --show        # the first conversations; learnt tokens are green
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl
@@ -70,7 +71,7 @@ resume = False                  # continue from the newest intact checkpoint of 
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
 parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; the 8B with AdEMAMix takes 161 GB
-compile = False                 # torch.compile: worth it on CUDA with --pack, which makes few shapes
+compile = False                 # torch.compile of the blocks: worth it on CUDA with --pack, which makes few shapes
 seed = 28                       # seed of the order of conversations
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
@@ -81,18 +82,18 @@ recompute = "none"              # activations that backward computes again: none
 max_length = 0                  # tokens; 0 = the model's window. Longer conversations are left out and counted, not cut
 pack = False                    # False: one conversation per row, padded, as Apertus; True: several, apart in attention
 # the schedule
-epochs = 1
+epochs = 1                      # passes over all conversations, each in an order of its own
 batch_size = 512                # conversations per step, packed or not
 micro_batch = 4                 # rows in memory at once
 warmup = 0.03                   # share of the steps in which the rate rises linearly; then it falls linearly to the end
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
-state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, one rounded at random
-lr = 5e-6
-betas = (0.9, 0.999, 0.99)      # fast average, squares, slow average; AdamW uses the first two
-alpha = 8.0                     # the slow average's weight; alpha and beta3 warm up over the run, at most 100,000 steps
-weight_decay = 0.0
-grad_clip = 1.0
+state_dtype = "float32"         # of AdEMAMix's two moments; bfloat16: 4 bytes a parameter less, one rounded at random
+lr = 5e-6                       # peak learning rate
+betas = (0.9, 0.999, 0.99)      # fast moment, squares, slow moment; AdamW uses the first two
+alpha = 8.0                     # weight of the slow moment; alpha and beta3 warm up over the run, at most 100,000 steps
+weight_decay = 0.0              # on matrices; never on norm weights and xIELU scalars
+grad_clip = 1.0                 # largest global L2 norm of the gradient; 0 = off
 # checkpoints
 checkpoint_every = 500          # steps; 0 = at the end only
 keep_checkpoints = 2            # how many of the newest to keep; 0 = all
@@ -203,11 +204,12 @@ def main():
         conversations, dropped, data_hash = tokenize_data(f"{out}/tokens", tok, data, longest, ranks)
         settings |= dict(data_hash=data_hash[:16], tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(conversations) / batch_size)
-        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.files) if resume else None
+        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         window = longest if pack else conversations.longest
         micro_batch_size, _ = memory.fit_to_memory(
             outline, settings, ranks, place, activations, window, micro_batch, ranks_have_met=True)
         model = build_model(shape, settings, ranks, place, compiled, weights, fresh=not checkpoint)
+        # `compile` is about the blocks: AdEMAMix's update is compiled from a million parameters on in any case.
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),
                               state_dtype=state_dtype)
         if checkpoint:
@@ -215,7 +217,8 @@ def main():
         if lora_r:
             settings["start_hash"] = frozen_hash(model, checkpoint)
         if ranks.is_main:
-            convert.describe(out, settings | dict(chat=True), shape, tok)
+            convert.remove_old_weights(out)
+            convert.write_config(out, settings | dict(chat=True), shape, tok)
             introduce(conversations, dropped, steps)
         run.begin(steps, checkpoint, model.flops_per_token(window))
         with suppress(StepInterrupted):                    # the steps before it are saved below

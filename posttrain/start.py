@@ -7,7 +7,6 @@ The start model of a run, and adapters next to its weights: for train.py --init_
 import torch
 
 import convert
-from data import read_meta
 from engine import restore
 from model import Apertus
 from posttrain import lora
@@ -17,7 +16,7 @@ from posttrain.quantised import quantise
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
 
 
-def start_with(name, shape, requested, data):
+def start_config(name, shape, requested, data):
     """
     (ApertusConfig, path of the weights) of a run of train.py that starts with the model `name`. shape: what the user
     has; of the settings that he has set, `requested`, only the window, RoPE and the document mask may differ.
@@ -32,7 +31,6 @@ def start_with(name, shape, requested, data):
         elif value != getattr(config, key) and (value or key != "vocab_size"):
             raise ValueError(f"{key}={value!r}, but {name} has {getattr(config, key)!r}: leave it out, the start model "
                              "decides it")
-    config.vocab_size = max(config.vocab_size, read_meta(data)["vocab_size"])
     return config, path
 
 
@@ -49,14 +47,16 @@ def check_base(settings, sharded=False):
                          "--parallel=ddp holds them whole on each rank, or take --base=bf16")
 
 
-def build_lora_model(shape, settings, ranks, device):
+def build_lora_model(shape, settings, ranks, device, on_meta):
     """
-    The frozen start model with adapters beside its matrices. Its weights are there already, unless it is built on meta,
-    as shards are: fill_lora_model() reads them, and gives the adapters their values.
+    The frozen start model with adapters beside its matrices. init_lora_model() gives the adapters their values.
+
+    on_meta: build the modules alone, without memory; the caller is in this device context. If not, the frozen weights
+    are read here.
     """
     check_base(settings, ranks.sharded)
     base = settings["base"]
-    if torch.empty(0).is_meta:
+    if on_meta:
         model = Apertus(shape, seed=None)
         if base != "fp32":
             model.bfloat16()
@@ -77,8 +77,11 @@ def load_whole(settings, device):
     return model
 
 
-def fill_lora_model(model, path, seed, ranks):
-    """Read the frozen weights of a sharded model at `path`, and draw initial adapters."""
+def init_lora_model(model, path, seed, ranks):
+    """
+    Set the initial values of the adapters. Before that, read the frozen weights at `path` if the model is sharded;
+    build_lora_model() has read those of a whole one.
+    """
     if ranks.sharded:
         convert.fill(model, path)
     lora.init_lora(model, seed)

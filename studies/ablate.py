@@ -151,7 +151,7 @@ def plan_run(study, arm, lr, seed):
         *shlex.split(study["size"]), *arm_args, f"--lr={lr}", f"--min_lr={lr / 10}", f"--seed={seed}", f"--data={data}",
         "--minutes=0.0"]
     spaces = [dict(vars(space)) for space in SCRIPTS[script]]           # copies, which configure() changes
-    configurator.configure(spaces[0], args, *spaces[1:])
+    configurator.configure(spaces, args)
     settings = configurator.settings(*spaces)
     return f"{runs}/{sha256_of([settings, read_meta(data)])[:10]}", [script, *args]
 

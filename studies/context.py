@@ -26,8 +26,9 @@ import numpy as np
 import convert
 from configurator import run
 from corpus import readers
+from data import folders_of
 from engine.runs import settings_of
-from evaluate import bits_row, text_bytes, text_ids, token_nats, validation_documents
+from evaluate import bits_row, text_ids, token_nats, validation_documents
 from studies import kit
 from studies.length import lookup_scores
 
@@ -44,8 +45,15 @@ def read_texts():
     if paths:
         return [row["text"] for file in paths for row in readers.records(file, {"text"})]
     if os.path.isdir(f"{init_from}/ckpt"):
-        return [text for _, text in validation_documents(settings_of(init_from)["data"])]
+        folders = folders_of(settings_of(init_from)["data"])
+        return [text for folder in folders for _, text in validation_documents(folder)]
     raise ValueError(f"{init_from} has no data of its own: name texts")
+
+
+def text_bytes(tok, ids):
+    """The number of bytes of ids; the end of a text has none."""
+    end = text_ids(tok, "")[-1]
+    return len(tok.decode_bytes([i for i in ids if i != end]))
 
 
 def position_scores(model, tok, texts, T, step):

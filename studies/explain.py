@@ -54,7 +54,7 @@ def xielu():
     Right of 0 it is a parabola, so its slope grows without bound, as ReLU²'s does. Left of 0 it falls and then rises
     again, so a unit there still has a gradient.
     """
-    tiny = Apertus(ApertusConfig.of(read_config("configs/tiny.py"))).model
+    tiny = Apertus(ApertusConfig.from_settings(read_config("configs/tiny.py"))).model
     x = torch.linspace(-4, 2, 601)
     ours = tiny.layers[0].mlp.act_fn(x).detach()
     return x, {

@@ -37,7 +37,8 @@ def step(dtype, ranks=None, mode="none", compiled=False):
     loss.backward()
     gradients = [p.grad for p in model.parameters()]
     nll = torch.zeros(IDX.shape, dtype=dtype)
-    nll[:, mine] = model.nll(*batch).to(dtype)
+    idx, targets, _, *doc_and_positions = batch
+    nll[:, mine] = model.nll(idx, targets, *doc_and_positions).to(dtype)
     return [loss.detach(), *gradients, nll]
 
 
@@ -56,7 +57,7 @@ if __name__ == "__main__":
         ranks.join("cpu", 60)
         assert ranks.mesh.get_group("shards")._get_backend(torch.device("cpu")).options._timeout.seconds == 60
         quarters = Ranks("ddp", P=4)
-        quarters.window, _ = dist.new_subgroups(4)
+        quarters.window_group, _ = dist.new_subgroups(4)
         for each in (ranks, quarters):
             check(each, torch.float32, 2e-5)
             for how in (["full"], ["selective"], ["none", True]):
@@ -64,5 +65,5 @@ if __name__ == "__main__":
         # What one rank cannot make is an error of all, at once.
         checkpoint.make_folder = str if ranks.is_main else os.readlink
         with pytest.raises(OSError):
-            checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.files)
+            checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.save_group)
         ranks.leave()

@@ -169,13 +169,13 @@ def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free
 KEPT = [(0, 0, [1, 2, 3, 4, 5]), (3, 0, [3, 4, 5]), (1, 3, [3, 5]), (1, 9, [5])]
 
 
-@pytest.mark.parametrize("keep, spare, stay", KEPT)
-def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(saver, keep, spare, stay):
+@pytest.mark.parametrize("keep, keep_until, stay", KEPT)
+def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(saver, keep, keep_until, stay):
     """Step 9 is later than the saves, so it does not count: the resumed run has passed it over as damaged."""
     saver.keep = keep
     os.makedirs(f"{saver.folder}/step-00000009")
     for step in range(1, 6):
-        saver.save(step, *trained(), {}, spare=spare)
+        saver.save(step, *trained(), {}, keep_until=keep_until)
     saver.finish()
     assert checkpoint.steps_in(saver.folder) == [*stay, 9]
 

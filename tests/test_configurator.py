@@ -42,7 +42,7 @@ rank = 0             # of adapters
 def after(*argv, **more):
     """The globals of a script with these arguments."""
     namespace = dict(lr=0.1, steps=10, name="a", top_k=None, fast=False, betas=(0.9, 0.99), **more)
-    configure(namespace, list(argv))
+    configure([namespace], list(argv))
     return namespace
 
 
@@ -117,7 +117,7 @@ def test_files_stack_and_flags_win_and_the_names_are_kept_in_their_order(tmp_pat
     (tmp_path / "one.py").write_text("import math\nlr = 1e-3\nsteps = int(math.exp(3))\ntop_k = 5\n_nor = 3\n")
     (tmp_path / "two.py").write_text("lr = 2\nname = 'c'\n")
     got = dict(lr=0.1, steps=10, name="a", top_k=None)
-    requested = configure(got, ["--name=z", str(tmp_path / "one.py"), str(tmp_path / "two.py"), "--steps=7"])
+    requested = configure([got], ["--name=z", str(tmp_path / "one.py"), str(tmp_path / "two.py"), "--steps=7"])
     assert got == dict(lr=2.0, steps=7, name="z", top_k=5)
     assert requested == ["top_k", "lr", "name", "steps"]
 
@@ -129,7 +129,7 @@ def test_every_config_file_fits_its_script_and_has_several_spellings():
         begin, *_ = Path(path).name.split("_")
         script = importlib.import_module(dict(sft="posttrain.sft", qrpo="posttrain.qrpo").get(begin, "train"))
         more = [script.shape] if script.__name__ == "train" else []
-        configure(dict(vars(script)), [path], *(dict(vars(space)) for space in more))
+        configure([dict(vars(space)) for space in (script, *more)], [path])
     for arg in ("8b", "configs/8b.py", "configs/8b"):
         assert os.path.samefile(configurator.config_file(arg), f"{ROOT}/configs/8b.py")
     assert configurator.config_file("configs/nowhere.py") is configurator.config_file("README.md") is None
@@ -145,17 +145,18 @@ def test_a_flag_sets_its_setting_in_every_namespace_that_has_it():
     script = dict(lr=1.0, out="a")
     other = dict(lr=2.0, rank=0)
     shape = SimpleNamespace(n_layer=4)
-    configure(script, ["--lr=3", "--n_layer=5", "--rank=6"], shape, other)
+    configure([script, shape, other], ["--lr=3", "--n_layer=5", "--rank=6"])
     assert settings(script, shape, other) == dict(lr=3.0, out="a", n_layer=5, rank=6)
     assert (script, other) == (dict(lr=3.0, out="a"), dict(lr=3.0, rank=6))
 
 
-def test_a_script_that_builds_on_another_has_its_paths_and_its_table_of_removed_settings():
-    script, other = dict(lr=1.0), dict(paths=["a"], REMOVED=dict(slow="use --lr"))
-    configure(script, ["b", "c"], other)
+def test_a_script_that_builds_on_another_has_its_paths_and_its_table_of_removed_settings(monkeypatch):
+    monkeypatch.setattr(configurator, "REMOVED_FROM", {"other.py": dict(slow="use --lr")})
+    script, other = dict(lr=1.0), dict(paths=["a"], __file__="folder/other.py")
+    configure([script, other], ["b", "c"])
     assert script == dict(lr=1.0) and other["paths"] == ["a", "b", "c"]
     with pytest.raises(ValueError, match="^--slow was removed: use --lr$"):
-        configure(script, ["--slow"], other)
+        configure([script, other], ["--slow"])
 
 
 # -----------------------------------------------------------------------------
@@ -202,6 +203,13 @@ def test_help_is_the_docstring_the_headings_and_a_line_for_each_setting(call):
         "the adapters",
         "--rank=0 of adapters",
     ]
+
+
+def test_help_of_train_has_all_its_headings():
+    """A heading above something that is no setting would be lost."""
+    source = Path(f"{ROOT}/train.py").read_text().split("\ndef ")[0]
+    headings = re.findall(r"(?m)^# (\w.*)\n\w+ = ", source)
+    assert len(headings) > 5 and {*headings} <= {*script("train.py", "--help").stdout.splitlines()}
 
 
 def test_help_of_an_object_has_the_comments_of_its_class():

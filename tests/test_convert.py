@@ -69,7 +69,7 @@ def test_a_finished_run_loads_in_transformers_as_it_is(lab, tmp_path):
 def test_a_variant_is_not_loaded_as_an_apertus(lab, tmp_path, more):
     folder = shutil.copytree(lab / "pretrained", tmp_path / "run")
     settings = settings_of(folder) | more
-    convert.describe(folder, settings, ApertusConfig.of(settings), BYTE)
+    convert.write_config(folder, settings, ApertusConfig.from_settings(settings), BYTE)
     convert.complete(folder)
     assert not (folder / "model.safetensors").exists()
     assert settings_of(folder) == settings

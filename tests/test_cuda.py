@@ -38,7 +38,7 @@ def apertus(device, dtype=None, compiled=False, recompute="none", fp8=False, ini
     model = Apertus(ApertusConfig(**SHAPE, init_std=init_std)).to(device)
     model.dtype = dtype
     if fp8:
-        multiply_in_fp8(model)
+        multiply_in_fp8(model, 16, device)
     recompute_activations(model, recompute)
     if compiled:
         model.chunk_loss = torch.compile(model.chunk_loss)
@@ -59,9 +59,9 @@ def results(batch, model):
     """{name: fp64 vector} of loss, logits and gradients; those of all layers are joined."""
     device = model.lm_head.weight.device
     idx, targets, keep, doc = (None if t is None else t.to(device) for t in batch)
-    _, loss = model(idx, targets, keep, doc)
+    loss = model.loss(idx, targets, keep, doc)
     loss.backward()
-    found = dict(loss=[loss], logits=[model(idx[:, :64])[0]])
+    found = dict(loss=[loss], logits=[model(idx[:, :64])])
     for name, p in model.named_parameters():
         found.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(p.grad)
     return {name: torch.cat([t.detach().double().cpu().flatten() for t in parts]) for name, parts in found.items()}

@@ -121,7 +121,7 @@ def test_a_weighted_sample_is_the_one_that_arithmetic_gives(folder, weights, slo
     data = TokenDataset(folder, "train", 16, sources=weights)
     streams = [stream_of(folder, name) for name in weights]
     samples = np.random.default_rng(0).integers(0, 10**6, 40)
-    for g, source, window in zip(samples.tolist(), *data.where(samples)):
+    for g, source, window in zip(samples.tolist(), *data.locate(samples)):
         block, j = divmod(g, 10_000)
         slot = plain_permute(j, 10_000, ~28, block)
         assert source == (slot >= slots[0])
@@ -129,7 +129,7 @@ def test_a_weighted_sample_is_the_one_that_arithmetic_gives(folder, weights, slo
         epoch, i = divmod(block * slots[source] + slot - source * slots[0], n)
         assert window == plain_permute(int(i), n, 28, int(epoch))
     assert data.batch(g, 1)[0][0].tolist() == streams[source][16 * window : 16 * window + 16]
-    stream, _ = data.where(np.arange(20_000, 30_000))
+    stream, _ = data.locate(np.arange(20_000, 30_000))
     assert np.bincount(stream).tolist() == slots
 
 
@@ -295,7 +295,7 @@ def test_the_long_context_stages_have_the_published_steps_and_tokens(row):
     size, name, *want = row
     printed = subprocess.check_output([sys.executable, "configs/long.py", size, name], text=True, cwd=ROOT)
     config, shape = dict(vars(train)), dict(vars(train.shape))
-    configure(config, printed.split(), shape)
+    configure([config, shape], printed.split())
     config |= shape
     windows, theta, batch, total, warmup, decay, peak = (config[key] for key in KEYS.split())
     ((_, sources, until, _),) = config["stages"]

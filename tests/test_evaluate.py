@@ -2,23 +2,25 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from lab import run
+from pytest import approx
+from scipy import stats
 from tiny import small, write_rows
 
 import evaluate
 import tokenizer
+from studies.kit import read_rows
 
 TOK = tokenizer.load("byte")
-TEXTS = [
-    "All human beings are born free and equal in dignity and rights.",
-    "Tous les êtres humains naissent libres et égaux en dignité et en droits.",
-    "Alle Menschen sind frei und an Würde und Rechten gleich geboren. " * 4,
-]
+TASKS = f"{ROOT}/tests/golden/tasks"
+TEXTS = [row["text"] for row in read_rows(f"{TASKS}/texts.jsonl")]
 
 
 def evaluated(folder, *args):
@@ -26,11 +28,6 @@ def evaluated(folder, *args):
     done = run("evaluate.py", *args, f"--out={folder / 'out'}")
     found = json.loads((folder / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail)
     return done.stdout, found["rows"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return small(vocab_size=320, block_size=96)
 
 
 @torch.no_grad()
@@ -52,17 +49,18 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(monk
     In fp64. Sizes of batches, windows and documents do not divide each other. A text ends in </s>, even if the model's
     own end token is <|assistant_end|>.
     """
-    monkeypatch.setattr(evaluate, "batch_tokens", 31)
+    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 31)
     monkeypatch.setattr(TOK, "eos", TOK.id_of("<|assistant_end|>"))
     narrow = small(vocab_size=320, block_size=12).double().eval()
-    texts = [TEXTS[1][:n] for n in (1, 5, 37, 10, 9, 22, 24, 11, 2)]
+    texts = [TEXTS[2][:n] for n in (1, 5, 37, 10, 9, 22, 24, 11, 2)]
     bits = np.array([bits_by_hand(narrow, [TOK.bos, *TOK.encode(text), TOK.id_of("</s>")]) for text in texts])
     sizes = np.array([len(text.encode()) for text in texts])
-    rows = evaluate.text_scores(narrow, TOK, list(zip("xyz" * 3, texts)))
+    documents = list(zip("xyz" * 3, texts))
+    rows = evaluate.text_scores(documents, evaluate.document_bits(narrow, TOK, documents))
     parts = slice(None), *(slice(i, None, 3) for i in range(3))
     for row, name, part in zip(rows, ("all", *"xyz"), parts, strict=True):
         assert (row["name"], row["n"], row["bytes"]) == (name, len(bits[part]), sizes[part].sum())
-        assert row["score"] == pytest.approx(bits[part].sum() / sizes[part].sum(), rel=1e-5)
+        assert row["score"] == approx(bits[part].sum() / sizes[part].sum(), rel=1e-5)
 
 
 def test_the_interval_over_documents_is_the_jackknifes():
@@ -73,71 +71,41 @@ def test_the_interval_over_documents_is_the_jackknifes():
     row = evaluate.bits_row("x", "bits/byte", bits, sizes)
     left_out = (bits.sum() - bits) / (sizes.sum() - sizes)
     half = 2.02269 * math.sqrt(39 * left_out.var())
-    assert row["high"] - row["score"] == pytest.approx(half, rel=2e-3)
-    assert row["score"] - row["low"] == pytest.approx(half, rel=2e-3)
+    assert row["high"] - row["score"] == approx(half, rel=2e-3)
+    assert row["score"] - row["low"] == approx(half, rel=2e-3)
 
 
 # -----------------------------------------------------------------------------
-# tasks
+# multiple choice
 
 
 def quiz(question, choices, answer):
     return dict(question=question, choices=choices, answer=answer)
 
 
-def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_choice(model, monkeypatch):
-    """An answer is a letter, a choice or an index. After two examples two questions remain; the second is answered."""
-    monkeypatch.setattr(evaluate, "shots", 2)
-    rows = [
-        quiz("1 + 1?", ["3", "2"], "b"),
-        quiz("2 + 2? ", ["5", "4"], "4"),
-        quiz("3?", ["6", "7"], 0),
-        quiz("4?", list("abcd"), "D"),
-    ]
-    context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n"
-    first, second = evaluate.questions_of(rows, "x")
-    assert first == (f"{context}3?\nAnswer:", ["6"], ["6", "7"])
-    assert second == (f"{context}4?\nAnswer:", ["d"], list("abcd"))
-    for row in evaluate.choice_scores(model, TOK, rows, "x"):
-        found = [row[key] for key in ("n", "shots", "chance", "low", "high")]
-        assert found == [2, 2, 0.375, *evaluate.wilson(1, 2)]
+def test_an_answer_is_a_letter_a_choice_or_an_index_and_chance_the_mean_over_questions(monkeypatch):
+    """The difference to another model is paired by question."""
+    monkeypatch.setattr(evaluate, "against", "other")
+    rows = quiz("1 + 1? ", ["3", "2"], "b"), quiz("2 + 2?", ["5", "4"], "4"), quiz("3?", list("6789"), 0)
+    questions = [evaluate.read_question(row, "") for row in rows]
+    assert questions[0] == ("1 + 1?\nAnswer:", ["3", "2"], "2")
+    assert [right for *_, right in questions] == ["2", "4", "6"]
+    hits, baseline = np.array([[1, 1, 0], [1, 0, 0]]), np.array([[0, 1, 0], [1, 1, 0]])
+    rows = list(evaluate.choice_scores("x", questions, hits, baseline))
+    for measure in range(2):
+        share, difference = rows[2 * measure : 2 * measure + 2]
+        right = int(hits[measure].sum())
+        found = [share[key] for key in ("n", "score", "chance", "low", "high")]
+        assert found == [3, right / 3, approx(5 / 12), *evaluate.wilson(right, 3)]
+        low, high = stats.ttest_rel(hits[measure], baseline[measure]).confidence_interval()
+        assert (difference["low"], difference["high"]) == approx((low, high), rel=1e-5)
 
 
-@pytest.fixture
-def say(monkeypatch):
-    """say(ids): generate() returns these ids, to the first stop token, for any prompt; say.prompts: the prompts."""
-
-    def say(ids):
-        def generate(model, prompts, n, temperature, stop):
-            say.prompts = prompts
-            end = next((i for i, token in enumerate(ids[:n]) if token in stop), n)
-            return [[*prompt, *ids[: end + 1]] for prompt in prompts]
-
-        monkeypatch.setattr(evaluate, "generate", generate)
-
-    return say
-
-
-def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say):
-    """The answer ends with its first line or the end token, and control tokens do not belong to it."""
-    answers = [["no", 42], 42, "42", " 42 ", "4", "42 and more", ["a", "b"]]
-    rows = [dict(question="?", answer=answer) for answer in answers]
-    say([TOK.id_of("<|user_start|>"), *TOK.encode(" 42 \n43"), TOK.eos, *TOK.encode("no")])
-    (found,) = evaluate.answer_scores(model, TOK, rows, "sums")
-    assert (found["score"], found["n"], found["chance"]) == (4 / 7, 7, 0.0)
-
-
-def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, say):
-    """Bytes are tokens, so we know which ones stay: the last before the choice, or before the answer's room."""
+def test_a_long_question_loses_its_beginning():
+    """Bytes are tokens, so we know which ones stay: the last before the choice."""
     context = "".join(map(chr, range(40, 120))) * 2
     assert evaluate.pair(TOK, context, " ab", 96) == (TOK.encode(context[-94:] + " ab"), 94)
     assert evaluate.pair(TOK, "?", " ab", 4) == ([TOK.bos, *TOK.encode("? ab")], 2)
-    say(TOK.encode("1"))
-    evaluate.answer_scores(model, TOK, [dict(question=question, answer=1) for question in (context, "?")], "sums")
-    assert say.prompts == [
-        TOK.encode(f"{context}\nAnswer:")[evaluate.max_new_tokens - 96 :],
-        [TOK.bos, *TOK.encode("?\nAnswer:")],
-    ]
 
 
 # -----------------------------------------------------------------------------
@@ -145,25 +113,26 @@ def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, s
 
 
 def test_one_command_gives_a_table_and_json(lab, tmp_path):
-    texts, task = tmp_path / "texts.jsonl", tmp_path / "quiz.jsonl"
-    write_rows(
-        texts, [dict(text=t, lang=lang) for t, lang in zip([*TEXTS, "\ud800", " "], ("en", "fr", "de", "en", "it"))]
-    )
-    write_rows(task, [quiz("1 + 1?", ["2", "3"], "2"), dict(question="2 + 2?", answer=4)])
-    table, rows = evaluated(tmp_path, texts, task, f"--init_from={lab}/hf")
-    assert [(row["name"], row["n"]) for row in rows] == [
-        ("all", 4),
-        ("de", 1),
-        ("en", 2),
-        ("fr", 1),
-        *[("quiz.jsonl", 1)] * 3,
-    ]
+    texts = tmp_path / "texts.jsonl"
+    lines = zip([*TEXTS[:4], "\ud800", " "], ("en", "fr", "fr", "de", "en", "it"))
+    write_rows(texts, [*(dict(text=text, lang=lang) for text, lang in lines), quiz("1 + 1?", ["2", "3"], "2")])
+    table, rows = evaluated(tmp_path, texts, f"--init_from={lab}/hf")
+    counts = dict(all=5, de=1, en=2, fr=2)
+    assert [(row["name"], row["n"]) for row in rows] == [*counts.items(), *[("texts.jsonl", 1)] * 2]
     # One document has no interval.
-    assert f"| de | bits/byte |  | 1 | {len(TEXTS[2].encode())} | {rows[1]['score']:.3f} |  |  |  |" in table
-    how = "--limit=2 --by=source --window=64 --by_position=64 --lookup=1".split()
-    _, rows = evaluated(tmp_path, texts, f"--init_from={lab}/hf", *how)
-    names = "all", "texts.jsonl", "0 to 63", "32 tokens back", "48 tokens back"
-    assert [(row["name"], row["n"]) for row in rows] == [*zip(names, (2, 2, 2, 1, 1))]
+    assert f"| de | bits/byte | 1 | {len(TEXTS[3].encode())} | {rows[1]['score']:.3f} |  |  |  |" in table
+    _, rows = evaluated(tmp_path, texts, f"--init_from={lab}/hf", "--limit=2", "--by=source")
+    assert [(row["name"], row["n"]) for row in rows] == [("all", 2), ("texts.jsonl", 2)]
+
+
+def test_rows_against_another_model_are_the_differences_of_the_scores(lab, tmp_path):
+    files = f"{TASKS}/texts.jsonl", f"{TASKS}/quiz.jsonl"
+    ours, others = (evaluated(tmp_path, *files, f"--init_from={lab}/{name}")[1] for name in ("sft", "pretrained"))
+    _, rows = evaluated(tmp_path, *files, f"--init_from={lab}/sft", f"--against={lab}/pretrained")
+    assert rows[::2] == ours
+    for row, one, other in zip(rows[1::2], ours, others, strict=True):
+        assert (row["name"], row["metric"]) == (one["name"], f"{one['metric']} above {lab}/pretrained")
+        assert row["score"] == approx(one["score"] - other["score"])
 
 
 def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path):
@@ -187,24 +156,52 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path)
     assert Counter(source for source, _ in found) == counts
     _, rows = evaluated(tmp_path, data, f"--init_from={lab}/hf", "--limit=9")
     assert rows[0]["n"] == 9
+    # A run that was trained on two folders.
+    pair = shutil.copytree(lab / "pretrained", tmp_path / "pair")
+    config = json.loads((pair / "config.json").read_text())
+    config["nanoapertus"]["data"] = f"{data},{lab}/data"
+    (pair / "config.json").write_text(json.dumps(config))
+    _, rows = evaluated(tmp_path, f"--init_from={pair}", "--by=source")
+    assert rows[0]["n"] == len(found) + len(evaluate.validation_documents(lab / "data"))
 
 
-def test_the_harness_runs_a_local_task_file(lab, tmp_path, monkeypatch):
-    """The harness is the authority for our own scores of the same rows, by a model with adapters."""
-    pytest.importorskip("lm_eval")
-    from scipy import stats
+def test_a_run_on_two_folders_is_evaluated_on_both(lab, tmp_path):
+    """As train.py reads --data=A,B, and --data={A: 2, B: 1}."""
+    model = shutil.copytree(lab / "pretrained", tmp_path / "run")
+    other = shutil.copytree(lab / "data", tmp_path / "other")
+    config = json.loads((model / "config.json").read_text())
+    n = len(evaluate.validation_documents(str(other)))
+    for data in (f"{lab}/data,{other}", f"{{{lab}/data: 2, {other}: 1}}"):
+        config["nanoapertus"]["data"] = data
+        (model / "config.json").write_text(json.dumps(config))
+        _, rows = evaluated(tmp_path, f"--init_from={model}")
+        assert rows[0]["n"] == 2 * n
 
+
+def test_lm_eval_reads_a_run_folder_and_agrees(lab, tmp_path, monkeypatch):
+    """
+    It is the authority for the same choices, and for bits per byte of the same tokens: BOS is not scored, the end of a
+    text is left out.
+    """
     for name in ("HF_HOME", "HF_DATASETS_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / "cache"))
-    model = f"--init_from={lab}/adapted"
-    harness = "--harness_path=tests/golden/quiz", "--harness=own_quiz"
-    _, ours = evaluated(tmp_path, "tests/golden/quiz/quiz.jsonl", model)
-    _, few = evaluated(tmp_path, model, *harness, "--shots=3", "--limit=20")
-    assert [(row["n"], row["shots"]) for row in few] == [(20, 3)] * 3
-    _, theirs = evaluated(tmp_path, model, *harness)
-    theirs = {row["metric"]: row for row in theirs}
-    for own, metric in zip(ours, ("acc,none", "acc_bytes,none"), strict=True):
-        n, share = own["n"], own["score"]
-        half = stats.t.ppf(0.975, n - 1) * (share * (1 - share) / (n - 1)) ** 0.5
-        found = [theirs[metric][key] for key in ("n", "score", "low", "high")]
-        assert found == pytest.approx([n, share, share - half, share + half])
+    monkeypatch.chdir(ROOT)
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    folder = f"{lab}/pretrained"
+
+    def theirs(task, **how):
+        tasks = TaskManager(include_path=TASKS, include_defaults=False)
+        model = dict(pretrained=folder, **how)
+        return lm_eval.simple_evaluate("hf", model, tasks=[task], task_manager=tasks, device="cpu")["results"][task]
+
+    _, ours = evaluated(tmp_path, f"{TASKS}/quiz.jsonl", f"--init_from={folder}")
+    scores = theirs("own_quiz")
+    assert [row["score"] for row in ours] == approx([scores["acc,none"], scores["acc_bytes,none"]])
+
+    model, tok = evaluate.convert.load_any(folder)
+    nats = evaluate.token_nats(model, [(evaluate.text_ids(tok, text)[:-1], 1) for text in TEXTS])
+    bits = sum(map(sum, nats)) / math.log(2)
+    found = theirs("own_texts", add_bos_token=False)["bits_per_byte,none"]
+    assert found == approx(bits / len("".join(TEXTS).encode()), abs=1e-4)

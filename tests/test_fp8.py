@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine import fp8
 from engine.recompute import recompute_activations
-from model import Apertus, ApertusConfig
+from model import Apertus, ApertusConfig, Linear
 
 # Bits of mantissa, exponent of the smallest normal number, and the largest number: the OCP's 8-bit formats, table 1.
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
@@ -21,9 +21,9 @@ def normal(*shape, seed, spread=1.0):
 
 def matrix(w):
     """A layer that multiplies by w (N, K) in eight bits."""
-    found = fp8.Linear8(*w.shape[::-1], bias=False)
-    found.weight.data = w
-    return found
+    linear = Linear(*w.shape[::-1])
+    linear.weight.data = w
+    return fp8.Linear8(linear)
 
 
 def rounded(x, form):
@@ -67,11 +67,11 @@ def test_all_matrices_of_blocks_multiply_in_eight_bits_and_are_recomputed_like_o
     """
     model = Apertus(SHAPE)
     before, model.dtype = [*model.parameters()], torch.bfloat16
-    fp8.multiply_in_fp8(model)
+    fp8.multiply_in_fp8(model, 32, "cpu")
     recompute_activations(model, mode)
     idx = torch.arange(32).view(1, 32)
     with FlopCounterMode(display=False) as counter:
-        model(idx, idx)[1].backward()
+        model.loss(idx, idx).backward()
     weights = 2 * 32 * 32 + 2 * 16 * 32 + 2 * 32 * 48
     assert counter.flop_counts["Global"][torch.ops.aten._scaled_mm] == 2 * 2 * 32 * weights * (3 + again)
     for p, same in zip(before, model.parameters(), strict=True):

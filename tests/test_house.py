@@ -30,8 +30,8 @@ def room(name):
     return name.rpartition(".")[0]
 
 
-def imports(file):
-    """The project's modules that a file imports when it is imported."""
+def imports(file, lazy=False):
+    """The project's modules that a file imports when it is imported; lazy: those that its functions import as well."""
     body = ast.parse(read(file)).body
     names = set()
     while body:
@@ -43,7 +43,7 @@ def imports(file):
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
             continue  # part of the command, not of the module
-        elif not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        elif lazy or not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             body.extend(ast.iter_child_nodes(node))
     return names & set(map(module, PRODUCT))
 
@@ -66,8 +66,8 @@ def measure():
     """{what tests/limits.json limits: its size today}."""
     tests = [str(path.relative_to(ROOT)) for path in Path(ROOT, "tests").rglob("*.py")]
     return {
-        "tokens of the product": tokens_of(FILES),
-        "tokens of tests": tokens_of(tests),
+        "tokens outside of tests": tokens_of(FILES),
+        "tokens in tests": tokens_of(tests),
         "settings of train.py": len(settings(vars(train), train.shape)),
         "lines of train.py": len(read("train.py").splitlines()),
         "lines of README.md": len(read("README.md").splitlines()),
@@ -119,7 +119,7 @@ MAY = {
     "": {"engine"},
     "engine": {"model"},
     "corpus": {"", "engine"},
-    "posttrain": {"", "engine"},
+    "posttrain": {"", "engine", "corpus"},
     "studies": {"", "engine", "corpus", "posttrain", "papers", "tools"},
     "papers": {"", "engine", "corpus", "posttrain", "studies", "tools"},
     "tools": {"", "engine", "corpus", "posttrain", "studies", "papers", "tests"},
@@ -128,14 +128,14 @@ MAY = {
 
 @pytest.mark.parametrize("name", GRAPH)
 def test_imports_go_one_way(name):
-    may = MAY[room(name)] | {room(name)} | ({"corpus"} if name == "prepare" else set())
+    may = MAY[room(name)] | {room(name)} | ({"corpus"} if name in ("prepare", "evaluate") else set())
     assert {used for used in GRAPH[name] if room(used) not in may and used not in may} == set()
 
 
 def test_papers_attach_to_nothing():
     """The core does not know them, not even inside a function."""
     core = [file for file in PRODUCT if os.sep not in file or file.startswith(("engine", "posttrain", "corpus"))]
-    assert [file for file in core if "papers" in read(file)] == []
+    assert [file for file in core if any(room(name) == "papers" for name in imports(file, lazy=True))] == []
 
 
 # -----------------------------------------------------------------------------

@@ -93,14 +93,14 @@ def test_killed_and_resumed_it_ends_in_the_same_bits(whole, run, tmp_path, kind)
 @pytest.mark.parametrize("kind, done", [("adapted", 1), ("qrpo", 2)])
 def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch, kind, done):
     """The signal comes in the fifth micro-batch, where a step has three (adapted) or two (qrpo)."""
-    calls, reduce_after = itertools.count(1), parallel.reduce_after
+    calls, set_gradient_sync = itertools.count(1), parallel.set_gradient_sync
 
-    def signalled(*args, last):
+    def signalled(*args, is_last):
         if next(calls) == 5:
             signal.raise_signal(signal.SIGTERM)
-        reduce_after(*args, last)
+        set_gradient_sync(*args, is_last)
 
-    monkeypatch.setattr(parallel, "reduce_after", signalled)
+    monkeypatch.setattr(parallel, "set_gradient_sync", signalled)
     out = run(kind, tmp_path / "run")
     assert steps(out) == [done]
     assert equal(run(kind, out), whole(kind))
@@ -109,8 +109,10 @@ def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch
 @pytest.mark.parametrize("kind, room, batch", [("sft", 100, 6), ("qrpo", 200, 4)])
 def test_where_memory_is_short_one_row_is_taken_at_a_time(whole, run, tmp_path, monkeypatch, kind, room, batch):
     """A position takes one byte in this test, and only one of the longest rows fits."""
-    calls, reduce_after = [], parallel.reduce_after
-    monkeypatch.setattr(parallel, "reduce_after", lambda *args, last: [calls.append(args), reduce_after(*args, last)])
+    calls, set_gradient_sync = [], parallel.set_gradient_sync
+    monkeypatch.setattr(
+        parallel, "set_gradient_sync", lambda *args, is_last: [calls.append(args), set_gradient_sync(*args, is_last)]
+    )
     monkeypatch.setattr(memory, "step_memory", lambda model, how, tokens, *_: dict(total=how["micro_batch"] * tokens))
     monkeypatch.setattr(memory, "memory_of", lambda device: room)
     out = run(kind, tmp_path / "run")

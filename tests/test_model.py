@@ -21,7 +21,7 @@ from model import XIELU, Apertus, ApertusConfig
 
 
 def moved(**changes):
-    """A small model with moved parameters: fresh gains are all 1 and slopes all equal, which would hide a mix-up."""
+    """A small model with moved parameters: fresh norm weights are all 1 and slopes equal, which would hide a mix-up."""
     model = small(**changes)
     torch.manual_seed(0)
     for p in model.parameters():
@@ -42,8 +42,8 @@ def shape(model, **rope):
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
 def test_logits_loss_and_gradients_are_the_published_ones(name):
     model, io = golden(name)
-    assert_close(model(io["idx"])[0], io["logits"], rtol=1e-5, atol=2e-6)
-    loss = model(io["idx"], io["targets"])[1]
+    assert_close(model(io["idx"]), io["logits"], rtol=1e-5, atol=2e-6)
+    loss = model.loss(io["idx"], io["targets"])
     assert_close(loss.double(), io["loss"], rtol=1e-6, atol=0)
     loss.backward()
     # transformers gives the padding id no gradient; here id 3 is a token.
@@ -76,8 +76,8 @@ def test_logits_and_all_gradients_are_those_of_a_fresh_transformers_model(H, K, 
     idx = ids(2, 13)
     positions = torch.tensor(begins)[:, None] + torch.arange(13)
     wanted = theirs(idx, position_ids=positions, labels=idx)
-    assert_close(ours(idx, positions=positions)[0], wanted.logits, rtol=1e-5, atol=2e-5)
-    loss = ours(idx[:, :-1], idx[:, 1:], positions=positions[:, :-1])[1]
+    assert_close(ours.lm_head(ours.hidden(idx, positions=positions)), wanted.logits, rtol=1e-5, atol=2e-5)
+    loss = ours.loss(idx[:, :-1], idx[:, 1:], positions=positions[:, :-1])
     loss.backward()
     wanted.loss.backward()
     assert_close(loss, wanted.loss)
@@ -93,7 +93,7 @@ def test_without_its_three_differences_it_is_transformers_llama():
     for name, p in ours.state_dict().items():
         name = name.replace("attention_layernorm", "input_layernorm")
         theirs.get_parameter(name.replace("feedforward_layernorm", "post_attention_layernorm")).data.copy_(p)
-    assert_close(ours(ids(2, 20))[0], theirs(ids(2, 20)).logits, rtol=1e-5, atol=1e-5)
+    assert_close(ours(ids(2, 20)), theirs(ids(2, 20)).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("i", range(3))
@@ -153,20 +153,20 @@ def test_the_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
     model = small().double()
     idx, targets = ids(4, 16), ids(4, 16, seed=1)
     keep = ids(4, 16, seed=2) < 60
-    logits = model(idx)[0]
+    logits = model(idx)
     nll = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-    assert logits[:, -1].equal(model(idx, last=True)[0])
+    assert logits[:, -1].equal(model(idx, last_only=True))
     built = []  # whether gradients were built
     model.chunk_loss = lambda *args: built.append(args[-1]) or chunk_loss(*args)
-    assert_close(model(idx, targets, keep, per_token=True)[1], nll)
+    assert_close(model.nll(idx, targets), nll.detach())
     assert built == [False]
     # A target below 0 has no loss, whatever keep says.
     for chosen in ((targets, keep), (targets.masked_fill(~keep, -1), keep | True)):
-        assert_close(model(idx, *chosen)[1], nll[keep].mean())
+        assert_close(model.loss(idx, *chosen), nll[keep].mean())
     rows = zip(idx.split(1), targets.split(1), keep.split(1))
-    parts = [model(*row, n_tokens=keep.sum())[1] for row in rows]
+    parts = [model.loss(*row, n_tokens=keep.sum()) for row in rows]
     assert_close(sum(parts), nll[keep].mean())
-    nothing = model(idx, targets.fill_(-1))[1]
+    nothing = model.loss(idx, targets.fill_(-1))
     nothing.backward()
     assert nothing == 0
     assert all(p.grad.abs().max() == 0 for p in model.parameters())
@@ -182,7 +182,7 @@ def test_in_bf16_positions_and_the_mean_are_in_fp32():
     assert h.dtype == torch.bfloat16
     assert (h.float() - exact)[500:].norm() < 0.02 * exact[500:].norm()
     nll = F.cross_entropy((h @ model.lm_head.weight.bfloat16().T).double(), targets)
-    assert_close(model(idx[None], targets[None])[1].double(), nll, rtol=1e-6, atol=0)
+    assert_close(model.loss(idx[None], targets[None]).double(), nll, rtol=1e-6, atol=0)
 
 
 # -----------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_the_8b_and_the_70b_have_the_published_shape_parameters_and_flops(change
 
 
 def test_initial_values_are_drawn_from_the_hash_of_seed_and_name():
-    """So they depend on no other module. Gains are 1, both slopes 0.8; residual matrices have a factor 1/sqrt(2L)."""
+    """So they depend on no other module. Norm weights are 1, slopes 0.8; residual matrices have a factor 1/sqrt(2L)."""
     model = Apertus(small(n_layer=8).config)  # its seed is 28
     for name, p in model.named_parameters():
         wanted = torch.ones_like(p)

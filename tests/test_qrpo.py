@@ -49,7 +49,7 @@ def test_losses_are_the_published_implementations(case):
         q=losses.quantile(both("reward"), golden("ref_rewards")),
         length=length,
         beta=beta,
-        log_z=beta * beta.log() + 1,
+        beta_log_z=beta * beta.log() + 1,
     )
     found = losses.LOSSES[case["loss"]](both("policy_logp"), known, case["beta"], case.get("gamma_beta_ratio"))
     assert found.tolist() == pytest.approx(case["value"], rel=1e-5)

@@ -68,6 +68,7 @@ def small(lab, tmp_path, monkeypatch):
     folders = dict(LAB=lab, NEW=tmp_path, ROOT=ROOT, PYTHON=sys.executable)
     # These tests need no compiler; other tests compile.
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
     def run(command):
         line = command
@@ -97,7 +98,9 @@ def small(lab, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|ablate swiglu", command)))
+        pytest.param(
+            command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|ablate swiglu|lm_eval", command))
+        )
         for command in COMMANDS
     ],
 )

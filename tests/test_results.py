@@ -53,7 +53,7 @@ def settings_of(script, args):
     """The settings of a script for a command line, read by configurator.py as the script does."""
     module = importlib.import_module(script)
     spaces = [dict(vars(space)) for space in (module, *([module.shape] if script == "train" else []))]
-    configure(spaces[0], args, *spaces[1:])
+    configure(spaces, args)
     return settings(*spaces)
 
 

@@ -136,7 +136,7 @@ def test_a_decay_begins_once_and_the_run_ends_with_it_or_with_its_stage():
     )
     plan = Plan.from_settings(settings, stage_end=None)
     assert (plan.decay_at, plan.end) == (70, 10)
-    assert plan.end_if_decay_follows(3) == 57  # 40 samples, and 40 * 30 // 70
+    assert plan.samples_if_decay_follows(3) == 57  # 40 samples, and 40 * 30 // 70
     assert not plan.begin_decay(7) and not plan.begin_decay(8)
     assert plan.begin_decay(4) and (plan.decay_at, plan.end) == (40, 5)
     assert not plan.begin_decay(5)

@@ -210,7 +210,7 @@ def test_tokens_that_a_fine_tune_added_keep_every_id_and_go_along_with_a_run(tmp
     theirs.add_tokens(["Gruezi", "mitenand"])
     theirs.save_pretrained(str(tmp_path))
     ours = load(str(tmp_path))
-    convert.describe(str(tmp_path), {}, ApertusConfig(vocab_size=368), ours)
+    convert.write_config(str(tmp_path), {}, ApertusConfig(vocab_size=368), ours)
     back = tokenizer.load_for(str(tmp_path))
     for text in [*STRINGS, "Gruezi mitenand", "xGrueziy <|mine|>"]:
         ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)

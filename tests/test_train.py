@@ -75,13 +75,16 @@ PINNED = [
     ("--goldfish_k=0", 4.031523, 1.845633, 0.976562, 3.838179),
     ("--qk_norm=False --tie_embeddings", 3.874212, 1.838293, 0.699219, 3.809599),
     ("--last_eval_windows=0", 4.029181, 2.016122, 0.699219, 3.948811),
-    ("--state_dtype=bfloat16", 4.029170, 2.015832, 0.699219, 3.959805),
+    ("--state_dtype=bfloat16", 4.029167, 2.015810, 0.699219, 3.959805),
 ]
 
 
 @pytest.mark.parametrize("flags, pinned", [(row[0], row[1:]) for row in PINNED])
 def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, flags, pinned):
-    """The numbers are those of commit a9b8024, whose steps match the formulas in fp64."""
+    """
+    The numbers are those of commit a9b8024, whose steps match the formulas in fp64. Only the last row moved with the
+    kernel of attention, by 1e-5: the last bits of a gradient decide how a moment in bf16 is rounded.
+    """
     trained(data, tmp_path, *SIX_STEPS, *flags.split())
     *_, last, end = log(tmp_path)
     measured = last["loss"], last["grad_norm"], last["kept"], end["val_loss"]

@@ -164,7 +164,7 @@ def check_equal(quantity, values, tolerance):
 def build_model(setup, init_std=0.02):
     """Our model, the same weights each time, in fp32."""
     with torch.device(setup.device):
-        return Apertus(ApertusConfig.of(setup.shape._asdict() | dict(init_std=init_std)), setup.seed)
+        return Apertus(ApertusConfig.from_settings(setup.shape._asdict() | dict(init_std=init_std)), setup.seed)
 
 
 def to_hugging_face(ours, device):

@@ -73,7 +73,7 @@ DEFAULTS = settings(globals(), *OF_RUN)
 def read_command(command):
     """(settings, ApertusConfig) of a run, from words behind the name of its script, such as "8b --gpus=64"."""
     run = dict(DEFAULTS)
-    set_by_user = configure(run, command.split())
+    set_by_user = configure([run], command.split())
     return run, shape_of(run, set_by_user)
 
 
@@ -85,10 +85,13 @@ def shape_of(run, set_by_user):
     """
     name = run["init_from"]
     if not name:
-        return ApertusConfig.of(run | dict(vocab_size=run["vocab_size"] or 131072))
+        return ApertusConfig.from_settings(run | dict(vocab_size=run["vocab_size"] or 131072))
     # The published models have the shapes of these configs: a plan needs no network.
     published = [size for size in ("8b", "70b") if name.startswith(f"swiss-ai/Apertus-{size.upper()}-")]
-    config = ApertusConfig.of(read_config(config_file(published[0]))) if published else convert.shape_of(name)
+    if published:
+        config = ApertusConfig.from_settings(read_config(config_file(published[0])))
+    else:
+        config = convert.shape_of(name)
     window = run["block_size"] if "block_size" in set_by_user else config.block_size
     config.block_size = run["max_length"] or window
     return config

@@ -137,8 +137,8 @@ def disturb(how):
     if os.environ["RANK"] == "0":
         return
     fault, _, early = how.partition(" in ")
-    # Each rank has two micro-batches, before which reduce_after() is called, and square_norm() once a step.
-    name, call = ("reduce_after", 4) if early else ("square_norm", 2)
+    # Each rank has two micro-batches, before which set_gradient_sync() is called, and square_norm() once a step.
+    name, call = ("set_gradient_sync", 4) if early else ("square_norm", 2)
     true, calls = getattr(parallel, name), itertools.count()
 
     def disturbed(*args, **how):
