@@ -36,6 +36,8 @@ from tokenizer import NAMED
 BEGIN, END, *others = map(chr, range(0xD800, 0xD80F))     # around the words of the assistant
 MARKS = dict(zip(["<s>", *NAMED[61:73]], others))         # {control token: its mark}
 NAMES = {mark: name for name, mark in MARKS.items()}
+# "Current date" of the default system message in post-training: fixed, so that a run can be repeated.
+DATE = "2025-09-02"
 
 
 def as_json(value):
@@ -222,7 +224,7 @@ def find_fault(messages):
         return "no assistant turn"
 
 
-def learnable(tok, row, max_length, date=None):
+def learnable(tok, row, max_length):
     """A row of any form -> (ids, mask) as render() gives them, or the reason why a model cannot learn from it (str)."""
     try:
         if not any(keys <= row.keys() for keys in FORMS):
@@ -230,13 +232,13 @@ def learnable(tok, row, max_length, date=None):
         row = conversation(row)
         if reason := find_fault(row["messages"]):
             return reason
-        ids, mask = render(tok, row, date)
+        ids, mask = render(tok, row, DATE)
     except ODD_CONTENT:
         return ODD
     return (ids, mask) if len(ids) <= max_length else f"more than max_length={max_length} tokens"
 
 
-def prompt_ids(tok, row, date=None):
+def prompt_ids(tok, row):
     """A conversation that waits for an answer -> ids that end in <|assistant_start|>, or why it does not wait (str)."""
     try:
         row = conversation(row | dict(messages=row["messages"]))
@@ -245,7 +247,7 @@ def prompt_ids(tok, row, date=None):
             return "its last message is not the user's"
         if reason := find_fault([*messages, dict(role="assistant", content="an answer")]):
             return reason
-        return tok.chat(messages, row.get("tools"), row.get("thinking", False), True, date)
+        return tok.chat(messages, row.get("tools"), row.get("thinking", False), True, DATE)
     except ODD_CONTENT:
         return ODD
 

@@ -26,7 +26,6 @@ beta = 5.0                        # divided by |y|: about 0.03 on average
 n_refs = 10                       # the report and the README of the code; the released configurations have 30
 # The released scripts compare a sample with itself too: with 30 references R_q is then .017 too large on average.
 pairs = "best"                    # the best against one with a quantile <= max(.2, 1/n)
-pairs_per_prompt = 1
 max_length = 4096
 max_new_tokens = 2048
 epochs = 1

@@ -18,7 +18,7 @@ import os
 
 import numpy as np
 
-from chat import FORMS, describe_dropped, learnable
+from chat import DATE, FORMS, describe_dropped, learnable
 from corpus import readers
 from data import Stream
 from engine import checkpoint
@@ -126,7 +126,7 @@ def checked_files(data, ranks):
     return checked
 
 
-def tokenize_data(folder, tok, data, max_length, date, ranks):
+def tokenize_data(folder, tok, data, max_length, ranks):
     """
     Conversations of --data; [[reason, place]] of the rows that are left out; a hash of everything that decides the
     conversations and their ids. folder: for the ids.
@@ -136,19 +136,19 @@ def tokenize_data(folder, tok, data, max_length, date, ranks):
     parts = []
     for file in checked_files(data, ranks):
         # The hub has no sha256 of small files, but their path names the commit.
-        key = sha256_of([file["sha256"] or file["path"], file["parts"], tok.hash, max_length, date])
+        key = sha256_of([file["sha256"] or file["path"], file["parts"], tok.hash, max_length, DATE])
         parts += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
     os.makedirs(folder, exist_ok=True)
     names = [name for name, *_ in parts]
     entries = common.cached([f"{folder}/{name}.npy.json" for name in names], ranks, "tokenizing",
-                            lambda k: tokenize_part(folder, tok, max_length, date, *parts[k]))
+                            lambda k: tokenize_part(folder, tok, max_length, *parts[k]))
     dropped = [row for entry in entries for row in entry.pop("bad")]
     if not any(entry["lengths"] for entry in entries):
         raise ValueError(f"{data}: {describe_dropped(dropped, 0, 'conversations')}")
     return Conversations(folder, entries), dropped, sha256_of(names)
 
 
-def tokenize_part(folder, tok, max_length, date, name, file, part):
+def tokenize_part(folder, tok, max_length, name, file, part):
     """
     Write the ids of the conversations in a part of a file to folder/name.npy. Returns the file's entry for data.Stream,
     the lengths of the conversations, and the rows that are left out, each with its reason.
@@ -157,7 +157,7 @@ def tokenize_part(folder, tok, max_length, date, name, file, part):
     """
     tokens, lengths, dropped = [], [], []
     for place, row in numbered_rows(file, part):
-        result = learnable(tok, row, max_length, date)
+        result = learnable(tok, row, max_length)
         if isinstance(result, str):
             dropped.append((result, f"{place} of {file['name']}"))
             continue

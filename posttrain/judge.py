@@ -43,7 +43,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import convert
-from chat import content_of
+from chat import DATE, content_of
 from engine.files import read_text, sha256, sha256_of
 
 DIGITS = "123456789"
@@ -53,7 +53,6 @@ BLANK = 1.0                     # score of an empty answer
 MIN_MASS = 0.05                 # error: all digits together have a lower mean probability
 RETRY_SECONDS = 2.0             # seconds before a failed request is repeated
 MAX_BYTES = 1 << 24             # bytes of an answer; a longer one is cut, and then is no JSON
-DATE = "2025-09-02"             # "Current date" of Apertus' system message; fixed, so that scores are reproducible
 
 # Control tokens of common templates: <|im_end|>, </s>, <start_of_turn>, [INST].
 LIKE_CONTROL = re.compile(r"<(?=[^\s<>]{1,60}>)|\[(?=/?[A-Z_]{2,20}\])")

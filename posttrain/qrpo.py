@@ -94,7 +94,6 @@ dtype = "auto"                  # float32 | bfloat16, of activations; weights, s
 parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; each rank samples with a whole model
 compile = False                 # torch.compile of the training steps, block by block; references are sampled eagerly
 seed = 28                       # of the sampled references, the pairs and their order, and initial adapters
-date = "2025-09-02"             # "Current date" of the default system message; fixed, because it is part of the prompt
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
 lora_alpha = 32.0               # scale of their update: alpha / r
@@ -102,8 +101,7 @@ base = "fp32"                   # how frozen weights are stored: fp32 | bf16 | i
 recompute = "none"              # activations that backward computes again: none | cheap | selective | full
 # references and pairs
 n_refs = 10                     # references per prompt, sampled at temperature 1; report 10, released configurations 30
-pairs = "random"                # random | best (Apertus): the best against one with a quantile <= max(.2, 1/n)
-pairs_per_prompt = 1            # at most; 0 = all
+pairs = "random"                # one of each prompt: random | best (Apertus): see pairs_of(); all: as many as there are
 max_length = 0                  # tokens of prompt and completion; 0 = the model's window; longer ones are left out
 max_new_tokens = 2048           # tokens of a reference, at most
 sample_batch = 64               # completions sampled at once
@@ -131,8 +129,8 @@ checkpoint_every = 200          # steps; 0 = at the end only
 keep_checkpoints = 2            # how many of the newest to keep; 0 = all
 # -----------------------------------------------------------------------------
 
-CHOICES = dict(loss=[*LOSSES], ties=["le", "discrete"], pairs=["random", "best"])
-LEAST = dict(sample_batch=1, max_new_tokens=1, pairs_per_prompt=0, beta=0)
+CHOICES = dict(loss=[*LOSSES], ties=["le", "discrete"], pairs=["random", "best", "all"])
+LEAST = dict(sample_batch=1, max_new_tokens=1, beta=0)
 
 
 # -----------------------------------------------------------------------------
@@ -226,10 +224,10 @@ def candidates_of(prompt, end, max_length):
 
 def pairs_of(i, pool):
     """
-    [(better, worse)] of the candidates of prompt i, with different rewards; at most pairs_per_prompt.
+    [(better, worse)] of the candidates of prompt i, with different rewards.
 
-    random: disjoint pairs, in an order drawn for each prompt from the seed. best: the largest quantile against the
-    largest that is at most max(.2, 1/n), with n references; ties go to the first in that order.
+    all: disjoint pairs, in an order drawn for each prompt from the seed; random: the first of them. best: the largest
+    quantile against the largest that is at most max(.2, 1/n), with n references; ties go to the first in that order.
     """
     order = [pool[k] for k in np.random.default_rng((seed, i)).permutation(len(pool))]
     candidate_pairs = zip(order[::2], order[1::2])
@@ -238,7 +236,7 @@ def pairs_of(i, pool):
         candidate_pairs = [(order[0], worse) for worse in order if worse.q <= max(0.2, 1 / n_refs)]
     candidate_pairs = [sorted(pair, key=lambda candidate: -candidate.reward) for pair in candidate_pairs]
     unequal = [(better, worse) for better, worse in candidate_pairs if better.reward > worse.reward]
-    return unequal[:pairs_per_prompt or None]
+    return unequal if pairs == "all" else unequal[:1]
 
 
 def known_values(candidate_pairs, strength):

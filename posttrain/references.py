@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import convert
 import evaluate
-from chat import content_of, describe_dropped, prompt_ids
+from chat import DATE, content_of, describe_dropped, prompt_ids
 from engine.files import sha256_of
 from engine.parallel import drop_gathered
 from generate import generate
@@ -36,7 +36,7 @@ from posttrain.start import load_whole
 
 END = "<|assistant_end|>"       # the token that ends a completion
 # The settings that decide which completions are sampled.
-OF_SAMPLES = ["date", "seed", "base", "n_refs", "sample_batch", "max_new_tokens", "max_length"]
+OF_SAMPLES = ["seed", "base", "n_refs", "sample_batch", "max_new_tokens", "max_length"]
 
 
 # -----------------------------------------------------------------------------
@@ -59,12 +59,12 @@ def read_prompts(tok, settings):
     """
     The prompts that can be used, and [(reason, place)] of the others. Without --rewards they have those of the data.
 
-    settings: data, rewards, date and n_refs count. ValueError: no prompt, or a row lacks its rewards.
+    settings: data, rewards and n_refs count. ValueError: no prompt, or a row lacks its rewards.
     """
     data, n_refs = settings["data"], settings["n_refs"]
     prompts, dropped = [], []
     for place, row in itertools.chain(*(first_rows(source, None, ()) for source in sources_of(data))):
-        result = prompt_ids(tok, row, settings["date"])
+        result = prompt_ids(tok, row)
         texts = row.get("completions", [])
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             result = "completions that are not a list of texts"
@@ -112,6 +112,7 @@ class References:
             start=convert.fingerprint(model),
             tokenizer=tok.hash,
             data=self.hash,
+            date=DATE,
             prompts=sha256_of([prompt.ids for prompt in prompts]))
         self.folder = f"{settings['references'] or settings['out'] + '/references'}/{sha256_of(made_from)[:16]}"
         os.makedirs(self.folder, exist_ok=True)

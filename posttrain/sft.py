@@ -73,7 +73,6 @@ dtype = "auto"                  # float32 | bfloat16, of activations; weights an
 parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; the 8B with AdEMAMix takes 161 GB
 compile = False                 # torch.compile of the blocks: worth it on CUDA with --pack, which makes few shapes
 seed = 28                       # seed of the order of conversations
-date = "2025-09-02"             # "Current date" of the default system message; fixed, so that a run can be repeated
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
 lora_alpha = 32.0               # scale of their update: alpha / r
@@ -202,7 +201,7 @@ def main():
     with Run(settings, ranks, place) as run:
         if resume:                                         # before data are read, which takes minutes
             restore.compare_with_folder(out, common.must_match(settings))
-        conversations, dropped, data_hash = tokenize_data(f"{out}/tokens", tok, data, longest, date, ranks)
+        conversations, dropped, data_hash = tokenize_data(f"{out}/tokens", tok, data, longest, ranks)
         settings |= dict(data_hash=data_hash[:16], tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(conversations) / batch_size)
         checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
@@ -242,7 +241,7 @@ def show_conversations():
     shape, tok, _ = convert.start_of(init_from)
     tok.check_chat()
     for place, row in itertools.chain(*(first_rows(source, 3) for source in sources_of(data))):
-        result = learnable(tok, row, max_length or shape.block_size, date)
+        result = learnable(tok, row, max_length or shape.block_size)
         if isinstance(result, str):
             print(f"{place} is left out: {result}")
             continue

@@ -68,7 +68,7 @@ SFT = [
     "--max_length=128"]
 # Three passes over the pairs: after one, the log-ratios have moved a third of the way.
 QRPO = [
-    "posttrain.qrpo", "--rewards=studies/align.py", "--max_new_tokens=24", "--sample_batch=512", "--pairs_per_prompt=0",
+    "posttrain.qrpo", "--rewards=studies/align.py", "--max_new_tokens=24", "--sample_batch=512", "--pairs=all",
     "--epochs=3", "--batch_size=16", "--micro_batch=16", "--optimizer=adamw", "--warmup=0.1", "--grad_clip=1.0",
     "--max_length=128", "--gamma=0.1"]
 

@@ -44,7 +44,7 @@ def tuning(lab, out, *args, start="hf"):
 def aligning(lab, out, *args, start="sft"):
     """The command line of 12 steps of QRPO on 6 prompts with 6 references each."""
     how = f"""--n_refs=6 --sample_batch=12 --max_new_tokens=40 --batch_size=4 --micro_batch=2 --lr=1e-3
-        --pairs_per_prompt=0 --checkpoint_every=3 --dtype=float32 --keep_checkpoints=0 --epochs=2 --device=cpu
+        --pairs=all --checkpoint_every=3 --dtype=float32 --keep_checkpoints=0 --epochs=2 --device=cpu
         --init_from={lab}/{start} --data={lab}/prompts.jsonl --rewards={lab}/reward.py --out={out}"""
     return ["posttrain.qrpo", *how.split(), *args]
 

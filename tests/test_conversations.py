@@ -18,7 +18,6 @@ from engine.parallel import Ranks
 from posttrain import common, conversations
 
 TOK = tokenizer.load("byte")
-DATE = "2025-01-01"
 
 
 def chat_row(*texts, **more):
@@ -39,8 +38,8 @@ def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
     why, _, row = line.partition(" | ")
     want = why.replace("ODD", chat.ODD)
     if why[0] == "{":
-        want = chat.render(TOK, json.loads(why), DATE)
-    assert chat.learnable(TOK, json.loads(row), 600, DATE) == want
+        want = chat.render(TOK, json.loads(why), chat.DATE)
+    assert chat.learnable(TOK, json.loads(row), 600) == want
 
 
 # -----------------------------------------------------------------------------
@@ -54,17 +53,17 @@ def rows_like(n):
 
 
 def rendered(rows):
-    return [chat.render(TOK, row, DATE) for row in rows]
+    return [chat.render(TOK, row, chat.DATE) for row in rows]
 
 
 def everything(found):
     return [(ids.tolist(), loss_mask.tolist()) for ids, loss_mask in map(found.__getitem__, range(len(found)))]
 
 
-def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE):
+def read(tmp_path, data, folder="", tok=TOK, longest=512):
     """(conversations, reasons, hash) of a --data. Without a named folder they are tokenized anew."""
     folder = str(tmp_path / (folder or f"ids-{len(os.listdir(tmp_path))}"))
-    return conversations.tokenize_data(folder, tok, str(data), longest, date, Ranks())
+    return conversations.tokenize_data(folder, tok, str(data), longest, Ranks())
 
 
 def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path, monkeypatch):
@@ -94,7 +93,7 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
     before = second.stat().st_mtime_ns
     assert everything(read(tmp_path, data, "tokens")[0]) == whole
     assert second.stat().st_mtime_ns == before
-    for change in dict(date="2026-01-01"), dict(tok=tokenizer.load("apertus:300")), dict(longest=75):
+    for change in dict(tok=tokenizer.load("apertus:300")), dict(longest=75):
         assert everything(read(tmp_path, data, "tokens", **change)[0]) != whole
 
 
