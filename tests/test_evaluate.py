@@ -1,6 +1,7 @@
 """evaluate.py: log-likelihoods token by token, intervals by closed forms, choices against lm-evaluation-harness."""
 
 import json
+import shutil
 import math
 from collections import Counter
 
