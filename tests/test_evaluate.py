@@ -1,8 +1,8 @@
 """evaluate.py: log-likelihoods token by token, intervals by closed forms, choices against lm-evaluation-harness."""
 
 import json
-import shutil
 import math
+import shutil
 from collections import Counter
 
 import numpy as np
