@@ -79,8 +79,8 @@ class Run:
 
     def __exit__(self, kind, error, traceback):
         self.log.close_bar()                               # so that an error starts on a new line
-        if self.saver and isinstance(error, ValueError):
-            # Most are raised on all ranks, which have begun this save together: let it end.
+        # Let a save end that all ranks have begun. A RuntimeError may be a lost rank, without which it cannot.
+        if self.saver and isinstance(error, Exception) and not isinstance(error, RuntimeError):
             self.saver.finish()
         self.on_exit.close()
         if isinstance(error, torch.OutOfMemoryError):      # on GPUs only
