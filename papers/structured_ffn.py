@@ -427,7 +427,7 @@ def main(requested):
     """requested: the names of the settings that the user has set, the latest last."""
     if merge:
         return export(merge, save)
-    by_clock = train.minutes > 0 and train.is_set_later(requested, "minutes", "total_samples")
+    by_clock = train.minutes > 0 and configurator.is_set_later(requested, "minutes", "total_samples")
     check_settings(configurator.settings(vars(train)), by_clock)
     check_unused(configurator.settings(vars(train)))
     ranks = Ranks(train.parallel, train.exact, train.hsdp_shard)
