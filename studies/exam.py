@@ -44,10 +44,10 @@ world = "out/recipe/seed-2/world"       # folder that studies/world.py wrote
 kinds = "chat"                          # one or more of cloze,text,chat,sampled
 probes = ""                             # probes.json of the data: also ask about the writers of letters in it
 show = 2                                # answers to keep and print of each group
-batch = 128                             # questions at a time
 out = ""                                # file of the results; "" = exam.jsonl in the run folder
 
 TOKENS = 40                             # of an answer, at most
+BATCH = 128                             # questions at a time
 
 
 def prompt_of(tok, row, kind):
@@ -81,8 +81,8 @@ def answers(model, tok, rows, kind):
     stop = stop_ids(tok)
     torch.manual_seed(0)
     examined = []
-    for begin in tqdm(range(0, len(rows), batch)):
-        part = rows[begin:begin + batch]
+    for begin in tqdm(range(0, len(rows), BATCH)):
+        part = rows[begin:begin + BATCH]
         prompts = [prompt_of(tok, row, kind) for row in part]
         texts = generate(model, prompts, TOKENS, stop, temperature=kind == "sampled")
         completions = [ids[len(prompt):] for prompt, ids in zip(prompts, texts)]

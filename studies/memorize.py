@@ -55,8 +55,7 @@ from studies import kit
 
 paths = []              # texts for the small models, as prepare.py reads them; none = Python's standard library
 models = "none k10 k4 none-512 k50-stream k50-window"    # the small models to train
-seeds = 5               # each has its passages, order and weights
-first_seed = 11         # seeds below 11 chose the settings
+seeds = 5               # from FIRST_SEED on; each has its passages, order and weights
 n_passages = 8          # passages of each bucket
 background = 1_000_000  # tokens that are read once
 tokenizer = "apertus:2048"
@@ -77,6 +76,7 @@ COLUMNS = {
     "validation loss": ("val_loss", dict(kind="validation")),
 }
 BUCKETS = [0, 1, 4, 16, 64, 128, "edited"]
+FIRST_SEED = 11         # seeds below 11 chose the settings
 PREFIX = 50             # tokens of the longest prompt of a small model
 PASSAGE = 150           # tokens of a passage for a window of 256; twice that for one of 512
 
@@ -276,7 +276,7 @@ def demonstrate():
     tok = tokenizers.load(tokenizer)
     ids = tok.encode_array(text)
     commands, tests = {}, []
-    for seed, name in itertools.product(range(first_seed, first_seed + seeds), models.split()):
+    for seed, name in itertools.product(range(FIRST_SEED, FIRST_SEED + seeds), models.split()):
         T, _ = MODELS[name]
         # The folders' names contain a hash of all settings, so they are never reused by other settings.
         data = f"{runs}/data-{sha256_of([text, tokenizer, seed, T, n_passages, background])[:10]}"
