@@ -235,6 +235,8 @@ def learnable(tok, row, max_length):
         ids, mask = render(tok, row, DATE)
     except ODD_CONTENT:
         return ODD
+    if not any(mask):
+        return "no word to learn: each answer has weight 0"
     return (ids, mask) if len(ids) <= max_length else f"more than max_length={max_length} tokens"
 
 

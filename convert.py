@@ -379,7 +379,7 @@ class StoredWeights:
         if self.entries[self.keys[name]].size:
             self.load_into(name, p)
         else:
-            restore.place(p, self.read(name))
+            restore.copy_into(p, self.read(name))
 
     def load_into(self, name, tensor):
         import torch.distributed.checkpoint as dcp  # here, since it takes a second

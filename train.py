@@ -9,6 +9,7 @@ $ python train.py configs/laptop.py --activation=swiglu      # any setting of th
 $ python train.py configs/gpu.py --resume                    # one GPU; resumes where it was stopped
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --resume     # eight GPUs
 
+The settings are the globals below: configurator.py sets them before main() begins, and nothing changes them later.
 The loop is train(). It has no random state: data, masks and schedules are pure functions of the step, so a killed and
 resumed run ends bit-exact, unless the clock chooses where the decay begins or the number of threads changes; with
 --exact also on another number of ranks. The run folder, signals and checkpoints are in engine/run.py.
@@ -153,9 +154,8 @@ def train(run, plan, clock, model, optimizer, train_data, val_data, micro_batch_
     batches = prefetch(lambda step: train_data.batch(*plan.samples_of(step, ranks.group, ranks.groups)), run.done)
     for step in run.steps():
         batch = next(batches)                              # this rank's samples
-        # P ranks read the same window, and each of them has counted it.
-        n_kept, n_tokens = (n * ranks.groups / ranks.size
-                            for n in ranks.all_reduce(batch.keep.sum(), batch.keep.numel()))
+        n_kept, n_tokens = ranks.all_reduce(batch.keep.sum(), batch.keep.numel())
+        n_kept, n_tokens = n_kept / ranks.P, n_tokens / ranks.P      # each of the P ranks that share a window counts it
         parts = batch.split(micro_batch_size, run.device)
         losses = 0.0
         for part in run.micro_batches(model, parts):
@@ -225,33 +225,32 @@ def main(requested):
     by_clock = minutes > 0 and configurator.is_set_later(requested, "minutes", "total_samples")
     check_settings(configurator.settings(globals()), by_clock)
     ranks = Ranks(parallel, exact, hsdp_shard, sequence_parallel)
-    place = ranks.place(pick_device(device))
-    compiled = compile and can_compile(place)
+    local_device = ranks.local_device(pick_device(device))
+    compiled = compile and can_compile(local_device)
     model_shape, weights = ApertusConfig(**vars(shape)), ""
     if init_from:
         from posttrain.start import start_config
         model_shape, weights = start_config(init_from, model_shape, requested, data)
     train_data, val_data = open_data(model_shape)
     model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
-    teacher_model = load_teacher(model_shape, ranks, place, compiled)
+    teacher_model = load_teacher(model_shape, ranks, local_device, compiled)
     settings = configurator.settings(globals(), model_shape) | dict(
         data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"], minutes=minutes if by_clock else 0.0,
         teacher_hash=teacher_model.hash if teacher_model else "")
-    plan = Plan.from_settings(settings, stage_end=train_data.stage_end)
-    if by_clock:
-        plan.decay_at = None
+    plan = Plan.from_settings(settings, by_clock, stage_end=train_data.stage_end)
     from engine import memory, restore  # here, since only the start of a run needs them
     outline = build_model(model_shape, settings, ranks, "meta")
-    micro_batch_size, shards = memory.fit_to_memory(outline, settings, ranks, place, pick_dtype(dtype, place),
-                                                    val_data.T, ranks.micro_batch(batch_size, micro_batch))
+    micro_batch_size, shards = memory.fit_to_memory(
+        outline, settings, ranks, local_device, pick_dtype(dtype, local_device), val_data.T,
+        ranks.micro_batch(batch_size, micro_batch))
     ranks.shard_over(shards)
 
-    with Run(settings, ranks, place) as run:
+    with Run(settings, ranks, local_device) as run:
         checkpoint, decayed = None, []
         if resume:
             checkpoint, plan.decay_at, decayed = restore.find_checkpoint(
                 out, settings, plan, started_stages, ranks.save_group)
-        model = build_model(model_shape, settings, ranks, place, compiled, weights, fresh=not checkpoint)
+        model = build_model(model_shape, settings, ranks, local_device, compiled, weights, fresh=not checkpoint)
         # AdEMAMix' warm-ups last as long as the run, at most Apertus' 100,000 steps of 2.6 million: a short run would
         # stay close to plain Adam. With --minutes they last as long as total_samples would, whatever the clock says.
         warmup = alpha_warmup or min(plan.steps_in(total_samples), 100_000)
@@ -260,11 +259,11 @@ def main(requested):
             restore.load(checkpoint[0], model, opt)
         if lora_r:
             from posttrain.start import frozen_hash
-            settings["start_hash"] = frozen_hash(model, checkpoint)
+            settings |= dict(start_hash=frozen_hash(model, checkpoint))
         if ranks.is_main:
-            introduce(run, plan, model, train_data)
+            introduce(run, settings, plan, model, train_data)
             restore.set_aside(out, decayed)                # not before: the checkpoint may be of another model
-        run.begin(plan.end, checkpoint, model.flops_per_token(val_data.T))
+        run.begin(settings, plan.end, checkpoint, model.flops_per_token(val_data.T))
         if wandb_log:
             run.log.send_to_wandb(settings)
         if init_from and eval_every and not checkpoint:    # how good is the start?
@@ -289,25 +288,26 @@ def open_data(model_shape):
     return train_data, TokenDataset(data, "val", model_shape.block_size, seed)
 
 
-def load_teacher(model_shape, ranks, place, compiled):
+def load_teacher(model_shape, ranks, local_device, compiled):
     """The model to learn from; None without one."""
     if not (teacher and distill):
         return None
     from distill import Teacher
-    return Teacher(teacher, distill, model_shape, data, ranks, place, pick_dtype(dtype, place), compiled)
+    activations = pick_dtype(dtype, local_device)
+    return Teacher(teacher, distill, model_shape, data, ranks, local_device, activations, compiled)
 
 
-def introduce(run, plan, model, train_data):
+def introduce(run, settings, plan, model, train_data):
     """Print how large the run is; begin its folder: config.json and the vocabulary, no weights of an earlier end."""
     from convert import remove_old_weights, write_run_config  # here, since training itself needs no tokenizer
-    place = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
+    devices = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
     length = f"{minutes:g} minute{'s' * (minutes != 1)}" if plan.decay_at is None else f"{plan.end:,} steps"
-    print(f"{model.num_params():,} parameters on {place} in {str(model.dtype)[6:]}, {length} of {batch_size} x "
+    print(f"{model.num_params():,} parameters on {devices} in {str(model.dtype)[6:]}, {length} of {batch_size} x "
           f"{plan.block_size} tokens per step; data: {train_data.n_tokens:,} tokens")
     if compile and not can_compile(run.device):
         print(f"no compiler found for {run.device} (on a CPU: a C++ one, like g++): running eagerly, half as fast")
     remove_old_weights(out)
-    write_run_config(out, run.settings, model.config, data)
+    write_run_config(out, settings, model.config, data)
 
 
 def finish(run, plan, model, val_data, micro_batch_size):

@@ -191,7 +191,8 @@ class Saver:
     def __init__(self, folder, keep, group, patience=3):
         self.folder, self.keep, self.group = folder, keep, group
         self.patience = patience                           # a full disk is often emptied within two saves
-        self.failures = 0
+        self.failures = 0                                  # in a row
+        self.error = None                                  # of the last save, if it has failed
         self.pending = None
         self.thread = ThreadPoolExecutor(1)
         # A thread begins with GPU 0, where each rank would open a context, half a GB.
@@ -226,9 +227,9 @@ class Saver:
             return
         try:
             last.result()
-            self.failures = 0
+            self.failures, self.error = 0, None
         except OSError as error:
-            self.failures += 1
+            self.failures, self.error = self.failures + 1, error
             if self.failures >= self.patience:
                 raise OSError(f"{error} (failed {self.failures} times in a row; "
                               "free some space, then --resume continues)") from None
@@ -236,9 +237,11 @@ class Saver:
                             "training continues until the next checkpoint)")
 
     def finish(self):
-        """Wait for the last save. OSError if it is not on disk."""
+        """Wait for the last save. OSError if it is not on disk, even if an earlier wait() has said so."""
         self.patience = 1
         self.wait()
+        if self.error:
+            raise OSError(f"{self.error} (free some space, then --resume continues)")
 
     def print_once(self, text):
         """Print a line on the first rank."""

@@ -47,8 +47,8 @@ class DecayClock:
 
     def begin_decay(self, steps, model, optimizer):
         """
-        Begin the decay after this number of steps, unless the rate is falling already, and wait until that is on disk:
-        a run that is killed in the first step of its decay begins it at the same step again.
+        Begin the decay after this number of steps, unless it has begun or the schedule has none, and wait until that is
+        on disk: a run that is killed in the first step of its decay begins it at the same step again.
         """
         if self.limit and steps < 3:                       # these compile, so they say nothing of the pace
             raise ValueError(f"minutes={self.limit / 60:g}: a decay is due within two steps: take more, or remove the "
@@ -58,7 +58,7 @@ class DecayClock:
             run.move_end(plan.end)
             run.log.say(f"step {steps:6}   the decay begins, {run.end - steps:,} steps")
         else:
-            run.log.say(f"step {steps:6}   asked for its decay, but the rate falls already")
+            run.log.say(f"step {steps:6}   asked for its decay, which this schedule has begun or plans itself")
         run.save(steps, model, optimizer, **decay_state(plan))
         run.saver.wait()
         run.forget_request("cooldown")

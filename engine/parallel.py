@@ -102,14 +102,14 @@ class Ranks:
         # How many ranks share one copy of the weights, and how many copies there are.
         self.shard = self.replicas = 1
         self.shard_over(dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1))
-        # Which samples this rank reads: part `group` of `groups`. P neighbours that share each window are one group, in
-        # which this rank computes part `part` of the positions (engine/sequence.py).
+        # Which samples this rank reads: those of `group`, one of `groups`. P neighbours that share each window are one
+        # group, in which this rank computes slice `window_slice` of the positions (engine/sequence.py).
         check_split("sequence_parallel", P, processes=self.size)
         if exact and P > 1:
             raise ValueError("exact=True is bit-exact on any number of ranks, and sums over a split window "
                              "round differently: leave it out, or take --sequence_parallel=1")
         self.P, self.groups = P, self.size // P
-        self.group, self.part = divmod(self.rank, P)
+        self.group, self.window_slice = divmod(self.rank, P)
         # From join() to leave(): the process groups that write checkpoints, agree on flags and share a window; the
         # mesh, the device.
         self.save_group = self.flag_group = self.window_group = self.mesh = self.device = None
@@ -119,7 +119,7 @@ class Ranks:
         check_split("hsdp_shard", shard, processes=self.size)
         self.shard, self.replicas = shard, self.size // shard
 
-    def place(self, device):
+    def local_device(self, device):
         """The device of this rank: cuda becomes cuda:LOCAL_RANK. ValueError if it has no GPU."""
         if device == "mps" and self.mode != "none":
             raise ValueError("device=mps is one GPU for one process, without fp64: take --device=cpu, or leave "
@@ -244,7 +244,7 @@ def split_batch(ranks, idx, targets, keep, doc):
     arguments of Apertus.loss. doc stays whole, since attention needs it.
     """
     numbers = torch.arange(idx.shape[1], device=idx.device)
-    idx, targets, keep, numbers = (x.chunk(ranks.P, -1)[ranks.part] for x in (idx, targets, keep, numbers))
+    idx, targets, keep, numbers = (x.chunk(ranks.P, -1)[ranks.window_slice] for x in (idx, targets, keep, numbers))
     return idx, targets, keep, doc, numbers
 
 

@@ -2,13 +2,13 @@
 One run of a training script: everything but its method. The scripts have a loop of their own each and call this class.
 
     with Run(settings, ranks, device) as run:               lock the folder, meet the other ranks, catch signals
-        run.begin(end, checkpoint, flops_per_token)         begin, or continue after the checkpoint
+        run.begin(settings, end, checkpoint, flops_per_token)    begin, or continue after the checkpoint
         for step in run.steps():                            to the end, or until the user asks to stop
             for part in run.micro_batches(model, parts):    StepInterrupted if the user asks to stop between two
                 ...
             run.log.step(...)
             run.save_if_due(step + 1, model, optimizer)
-        run.close(model, optimizer)                         the last save, on disk; then the last validation
+        run.close(model, optimizer)                         the last save, on disk; the script validates after it
         ranks.leave()                                       no rank waits for another any more
         run.log.conclude(summary)                           summary.json and loss.png
 
@@ -38,9 +38,8 @@ class StepInterrupted(Exception):
 
 class Run:
     """
-    The folder, signals and checkpoints of a run. settings: the dict itself, not a copy: the script adds hashes to it
-    until begin(), and each checkpoint holds all of it. Of these this class reads out, resume, checkpoint_every,
-    checkpoint_minutes, keep_checkpoints and timeout (train.py).
+    The folder, signals and checkpoints of a run. Of the settings, a dict, this class reads out, resume,
+    checkpoint_every, checkpoint_minutes, keep_checkpoints and timeout (train.py).
     """
 
     def __init__(self, settings, ranks, device):
@@ -49,7 +48,7 @@ class Run:
         self.log = Log(self.out, ranks.is_main)
         self.done = 0                                      # finished steps
         self.end = 0                                       # steps of the whole run
-        self.saved = 0                                     # steps of the newest checkpoint
+        self.saved = 0                                     # steps of the newest checkpoint, on disk or being written
         self.requests = {}                                 # what all ranks have agreed to do, by name
         self.signals = {}                                  # of this process: {name: list of received signals}
         self.saver = None
@@ -65,10 +64,6 @@ class Run:
             stack.enter_context(claim(self.out, self.settings["resume"], self.ranks.is_main))
             self.ranks.join(self.device, self.settings["timeout"])
             self.on_exit = stack.pop_all()
-        # On GPUs NCCL uses SIGUSR1 itself.
-        self.signals = dict(
-            stop=parallel.catch_signals("SIGTERM", "SIGUSR2"),
-            cooldown=parallel.catch_signals("SIGUSR1") if self.device == "cpu" else [])
         if self.device == "cpu":
             keep_freed_memory()
         if self.device.startswith("cuda"):
@@ -88,12 +83,17 @@ class Run:
             raise ValueError(f"{error}: a smaller --micro_batch and --recompute=cheap take less; "
                              f"{self.out}/memory-*.pickle (pytorch.org/memory_viz) shows what held it") from None
 
-    def begin(self, end, checkpoint, flops_per_token):
+    def begin(self, settings, end, checkpoint, flops_per_token):
         """
-        Begin, or continue after a checkpoint (path, manifest). end: steps of the whole run; flops_per_token: of
-        training, on all ranks, for the log of a GPU.
+        Begin, or continue after a checkpoint (path, manifest). settings: those of each checkpoint, hashes of data and
+        models included; end: steps of the whole run; flops_per_token: of training, on all ranks, for the log of a GPU.
         """
         path, manifest = checkpoint or ("", dict(step=0, seconds=0.0))
+        self.settings = settings
+        # Not before: until now nothing is lost if a signal ends the process at once. On GPUs NCCL uses SIGUSR1 itself.
+        self.signals = dict(
+            stop=parallel.catch_signals("SIGTERM", "SIGUSR2"),
+            cooldown=parallel.catch_signals("SIGUSR1") if self.device == "cpu" else [])
         self.end = end
         self.done = self.saved = manifest["step"]
         self.started_at = time.perf_counter() - manifest["seconds"]

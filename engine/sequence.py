@@ -36,10 +36,10 @@ class WindowAttention:
     def __init__(self, ranks):
         self.ranks = ranks
 
-    def attend(self, q, k, v, doc=None):
-        """q, k, v (B, heads, T/P, D), doc (B, T) -> (B, H, T/P, D)."""
+    def attend(self, q, k, v, documents=None):
+        """q, k, v (B, heads, T/P, D), documents: as in model.attend -> (B, H, T/P, D)."""
         q, k, v = (exchange(x, self.ranks, HEADS, POSITIONS) for x in (q, k, v))
-        return exchange(attend(q, k, v, doc), self.ranks, POSITIONS, HEADS)
+        return exchange(attend(q, k, v, documents), self.ranks, POSITIONS, HEADS)
 
 
 def split_attention(model, ranks):

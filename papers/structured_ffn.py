@@ -431,28 +431,26 @@ def main(requested):
     check_settings(configurator.settings(vars(train)), by_clock)
     check_unused(configurator.settings(vars(train)))
     ranks = Ranks(train.parallel, train.exact, train.hsdp_shard)
-    place = ranks.place(pick_device(train.device))
-    compiled = train.compile and can_compile(place)
+    local_device = ranks.local_device(pick_device(train.device))
+    compiled = train.compile and can_compile(local_device)
     model_shape = ApertusConfig(**vars(train.shape))
     train_data, val_data = train.open_data(model_shape)
     model_shape.vocab_size = max(model_shape.vocab_size, train_data.meta["vocab_size"])
     settings = configurator.settings(globals(), vars(train), model_shape) | dict(
         data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"],
         minutes=train.minutes if by_clock else 0.0)
-    plan = Plan.from_settings(settings, stage_end=train_data.stage_end)
-    if by_clock:
-        plan.decay_at = None
+    plan = Plan.from_settings(settings, by_clock, stage_end=train_data.stage_end)
     outline = build_model(model_shape, settings, ranks, "meta")
     micro_batch_size, shards = memory.fit_to_memory(
-        outline, settings, ranks, place, pick_dtype(train.dtype, place), val_data.T,
+        outline, settings, ranks, local_device, pick_dtype(train.dtype, local_device), val_data.T,
         ranks.micro_batch(train.batch_size, train.micro_batch))
     ranks.shard_over(shards)
 
-    with Run(settings, ranks, place) as run:
+    with Run(settings, ranks, local_device) as run:
         checkpoint, decayed = None, []
         if train.resume:
             checkpoint, plan.decay_at, decayed = find_checkpoint(settings, plan, ranks)
-        model = build_model(model_shape, settings, ranks, place, compiled, checkpoint)
+        model = build_model(model_shape, settings, ranks, local_device, compiled, checkpoint)
         warmup = train.alpha_warmup or min(plan.steps_in(train.total_samples), 100_000)
         opt = build_optimizer(model, train.optimizer, train.lr, train.betas, train.alpha, train.weight_decay, warmup,
                               compiled, train.state_dtype)
@@ -462,11 +460,11 @@ def main(requested):
             restore.load(path, model, opt)
             guides.remove_if_over(manifest["step"], opt)   # the run may be planned shorter now
         if ranks.is_main:
-            train.introduce(run, plan, model, train_data)
+            train.introduce(run, settings, plan, model, train_data)
             # Not an Apertus for transformers: config.json is written anew.
             convert.write_config(run.out, settings, model_shape, load_for(train.data), is_apertus=False)
             restore.set_aside(run.out, decayed)
-        run.begin(plan.end, checkpoint, model.flops_per_token(val_data.T))
+        run.begin(settings, plan.end, checkpoint, model.flops_per_token(val_data.T))
         if train.wandb_log:
             run.log.send_to_wandb(settings)
         with suppress(StepInterrupted):                    # the steps before it are saved below

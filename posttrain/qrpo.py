@@ -21,7 +21,7 @@ g = log pi / pi_ref and l = log pi:
     REBEL  ((r_c - r_r) / beta - (g_c - g_r))^2                   the reward difference is the target
     SimPO  -log sigmoid(beta (l_c/|y_c| - l_r/|y_r|) - beta gamma)     no reference at all
 
-With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Apertus: beta 5, clamped to at most 0.1).
+With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Apertus: beta 5; in QRPO at most 0.1).
 
 First, n completions per prompt are sampled from the start model and scored, and their log-probs under it are stored, so
 that training holds no second model. With adapters (--lora_r) the reference is the same model with the adapters off.
@@ -108,7 +108,7 @@ sample_batch = 64               # completions sampled at once
 # the loss
 loss = "qrpo"                   # qrpo | dpo | rebel | simpo
 beta = 0.0                      # 0 = 5 with length_norm (Apertus), else BETA of posttrain/losses.py
-length_norm = True              # beta / |y|, at most BETA_MAX of posttrain/losses.py
+length_norm = True              # beta / |y|; qrpo: at most BETA_MAX of posttrain/losses.py
 ties = "le"                     # le: for rewards without ties | discrete: Z from the references, for pass or fail
 gamma = 0.5                     # simpo: the margin, in units of beta
 # the schedule
@@ -283,9 +283,9 @@ def train(run, model, optimizer, all_pairs, micro_batch_size):
         lr_now = lr * common.linear(step, run.end, warmup)
         optimizer_step(optimizer, lr_now, norm, grad_clip)
 
-        tokens = int(known.tokens.sum())
-        run.log.step(step, loss=step_loss, seconds=run.step_seconds(), tokens_in_step=tokens, grad_norm=norm, lr=lr_now,
-                     tokens=tokens, **step_stats(logp - known.ref, known))
+        n_positions = sum(len(prompt) + len(completion) for pair in sequences for prompt, completion in pair)
+        run.log.step(step, loss=step_loss, seconds=run.step_seconds(), tokens_in_step=n_positions, grad_norm=norm,
+                     lr=lr_now, tokens=int(known.tokens.sum()), **step_stats(logp - known.ref, known))
         run.save_if_due(step + 1, model, optimizer)
 
 
@@ -358,41 +358,41 @@ def main():
     shape = replace(shape, doc_mask=True, vocab_size=max(shape.vocab_size, tok.vocab_size))
     settings |= read_settings(shape) | common.FIXED | dict(max_length=longest)
     ranks = Ranks(parallel)
-    place = ranks.place(pick_device(device))
-    activations, compiled = pick_dtype(dtype, place), compile and can_compile(place)
+    local_device = ranks.local_device(pick_device(device))
+    activations, compiled = pick_dtype(dtype, local_device), compile and can_compile(local_device)
     # Weights and states must fit; activations are counted below, when the length of the pairs is known.
     outline = build_model(shape, settings, ranks, "meta")
-    _, shards = memory.fit_to_memory(outline, settings, ranks, place, activations, 0, micro_batch)
+    _, shards = memory.fit_to_memory(outline, settings, ranks, local_device, activations, 0, micro_batch)
     ranks.shard_over(shards)
-    score = load_reward(rewards, place) if rewards else None
+    score = load_reward(rewards, local_device) if rewards else None
 
-    with Run(settings, ranks, place) as run:
+    with Run(settings, ranks, local_device) as run:
         if resume:                                         # before completions are sampled, which takes hours
             restore.compare_with_folder(out, common.must_match(settings))
         prompts, dropped = read_prompts(tok, settings)
-        model = build_model(shape, settings | dict(recompute="none"), ranks, place, weights=weights)
-        store = References(model, tok, prompts, ranks, place, settings)
+        model = build_model(shape, settings | dict(recompute="none"), ranks, local_device, weights=weights)
+        store = References(model, tok, prompts, ranks, local_device, settings)
         all_pairs, notes = prepare_pairs(store, score)
         settings |= dict(data_hash=store.hash[:16], rewards_hash=reward_hash(rewards), tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(all_pairs.sequences) / batch_size)
         checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         micro_batch_size, _ = memory.fit_to_memory(
-            outline, settings, ranks, place, activations, all_pairs.window, micro_batch, ranks_have_met=True)
-        distribute(model, ranks, place, recompute, compiled)       # not before: references are sampled eagerly
+            outline, settings, ranks, local_device, activations, all_pairs.window, micro_batch, ranks_have_met=True)
+        distribute(model, ranks, local_device, recompute, compiled)       # not before: references are sampled eagerly
         # `compile` is about the blocks: AdEMAMix's update is compiled from a million parameters on in any case.
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),
                               state_dtype=state_dtype)
         if checkpoint:
             restore.load(checkpoint[0], model, opt)
         if lora_r:
-            settings["start_hash"] = frozen_hash(model, checkpoint)
+            settings |= dict(start_hash=frozen_hash(model, checkpoint))
         if ranks.is_main:
             convert.remove_old_weights(out)
             convert.write_config(out, settings | dict(chat=True), shape, tok)
             if dropped:
                 print(describe_dropped(dropped, len(prompts), "prompts"))
             print(*notes, f"{len(all_pairs.sequences)} pairs, {steps} step{'s' * (steps != 1)}", sep="\n")
-        run.begin(steps, checkpoint, model.flops_per_token(all_pairs.window))
+        run.begin(settings, steps, checkpoint, model.flops_per_token(all_pairs.window))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, model, opt, all_pairs, micro_batch_size)
         summary = common.finish(run, model) if run.close(model, opt) else None

@@ -191,14 +191,14 @@ def main():
     shape = replace(shape, doc_mask=True, vocab_size=max(shape.vocab_size, tok.vocab_size))
     settings |= read_settings(shape) | common.FIXED | dict(max_length=longest)
     ranks = Ranks(parallel)
-    place = ranks.place(pick_device(device))
-    activations, compiled = pick_dtype(dtype, place), compile and can_compile(place)
+    local_device = ranks.local_device(pick_device(device))
+    activations, compiled = pick_dtype(dtype, local_device), compile and can_compile(local_device)
     # Weights and states must fit; activations are counted below, when the length of the rows is known.
     outline = build_model(shape, settings, ranks, "meta")
-    _, shards = memory.fit_to_memory(outline, settings, ranks, place, activations, 0, micro_batch)
+    _, shards = memory.fit_to_memory(outline, settings, ranks, local_device, activations, 0, micro_batch)
     ranks.shard_over(shards)
 
-    with Run(settings, ranks, place) as run:
+    with Run(settings, ranks, local_device) as run:
         if resume:                                         # before data are read, which takes minutes
             restore.compare_with_folder(out, common.must_match(settings))
         conversations, dropped, data_hash = tokenize_data(f"{out}/tokens", tok, data, longest, ranks)
@@ -207,20 +207,20 @@ def main():
         checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         window = longest if pack else conversations.longest
         micro_batch_size, _ = memory.fit_to_memory(
-            outline, settings, ranks, place, activations, window, micro_batch, ranks_have_met=True)
-        model = build_model(shape, settings, ranks, place, compiled, weights, fresh=not checkpoint)
+            outline, settings, ranks, local_device, activations, window, micro_batch, ranks_have_met=True)
+        model = build_model(shape, settings, ranks, local_device, compiled, weights, fresh=not checkpoint)
         # `compile` is about the blocks: AdEMAMix's update is compiled from a million parameters on in any case.
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),
                               state_dtype=state_dtype)
         if checkpoint:
             restore.load(checkpoint[0], model, opt)
         if lora_r:
-            settings["start_hash"] = frozen_hash(model, checkpoint)
+            settings |= dict(start_hash=frozen_hash(model, checkpoint))
         if ranks.is_main:
             convert.remove_old_weights(out)
             convert.write_config(out, settings | dict(chat=True), shape, tok)
             introduce(conversations, dropped, steps)
-        run.begin(steps, checkpoint, model.flops_per_token(window))
+        run.begin(settings, steps, checkpoint, model.flops_per_token(window))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, model, opt, conversations, longest, micro_batch_size)
         summary = common.finish(run, model) if run.close(model, opt) else None

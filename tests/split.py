@@ -29,7 +29,7 @@ def step(dtype, ranks=None, mode="none", compiled=False):
         split_attention(model, ranks)
         batch = split_batch(ranks, *BATCH)
         T = IDX.shape[1] // ranks.P
-        mine = slice(ranks.part * T, (ranks.part + 1) * T)
+        mine = slice(ranks.window_slice * T, (ranks.window_slice + 1) * T)
     recompute_activations(model, mode)
     for block in model.model.layers if compiled else ():
         block.compile(backend="eager", fullgraph=True)  # a graph break would be an error
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with orderly_exit():
         ranks = Ranks("hsdp", False, 2, P=2)
-        assert (ranks.groups, ranks.group, ranks.part) == (2, ranks.rank // 2, ranks.rank % 2)
+        assert (ranks.groups, ranks.group, ranks.window_slice) == (2, ranks.rank // 2, ranks.rank % 2)
         ranks.join("cpu", 60)
         assert ranks.mesh.get_group("shards")._get_backend(torch.device("cpu")).options._timeout.seconds == 60
         quarters = Ranks("ddp", P=4)

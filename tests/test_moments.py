@@ -47,8 +47,8 @@ def fresh():
         pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler),
     ],
 )
-def test_compiled_it_is_eager_to_rounding_and_four_kernels_serve_all_sizes_and_steps(monkeypatch, backend, options):
-    """Kernels: matrices, vectors, single numbers, transposed matrices. In bf16 to the rounding of the moments."""
+def test_compiled_it_is_eager_to_rounding_and_four_graphs_serve_all_sizes_and_steps(monkeypatch, backend, options):
+    """Graphs: matrices as vectors, vectors, single numbers, transposed matrices. In bf16 to the rounding of the moments."""
     torch._dynamo.reset()
     counter, compile = CompileCounterWithBackend(backend), torch.compile
     monkeypatch.setattr(ademamix, "can_compile", lambda device: True)

@@ -127,12 +127,12 @@ def test_srun_says_which_rank_a_process_is(monkeypatch):
 def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     ranks = parallel.Ranks()
-    assert [*map(ranks.place, ("cuda", "cpu", "mps"))] == ["cuda:0", "cpu", "mps"]
+    assert [*map(ranks.local_device, ("cuda", "cpu", "mps"))] == ["cuda:0", "cpu", "mps"]
     ranks.local = 1
     with pytest.raises(ValueError, match="process 1 of this node has no GPU of its own: there are 1"):
-        ranks.place("cuda")
+        ranks.local_device("cuda")
     with pytest.raises(ValueError, match="device=mps is one GPU for one process, without fp64"):
-        parallel.Ranks(exact=True).place("mps")
+        parallel.Ranks(exact=True).local_device("mps")
 
 
 def test_an_error_of_nccl_is_a_lost_rank_if_it_says_so():

@@ -32,7 +32,7 @@ def train(out, ask=lambda: None, at=None, resume=False):
         checkpoint = restore.newest_intact(f"{out}/ckpt") if resume else None
         if checkpoint:
             restore.load(checkpoint[0], model, optimizer)
-        run.begin(END, checkpoint, flops_per_token=0)
+        run.begin(settings, END, checkpoint, flops_per_token=0)
         with pytest.raises(StepInterrupted) if at and at[1] < len(PARTS) - 1 else nullcontext():
             for step in run.steps():
                 loss = 0.0
