@@ -48,7 +48,7 @@ def fresh():
     ],
 )
 def test_compiled_it_is_eager_to_rounding_and_four_graphs_serve_all_sizes_and_steps(monkeypatch, backend, options):
-    """Graphs: matrices as vectors, vectors, single numbers, transposed matrices. In bf16 to the rounding of the moments."""
+    """Graphs: matrices as vectors, vectors, numbers, transposed matrices. In bf16 to the rounding of the moments."""
     torch._dynamo.reset()
     counter, compile = CompileCounterWithBackend(backend), torch.compile
     monkeypatch.setattr(ademamix, "can_compile", lambda device: True)
