@@ -76,7 +76,7 @@ class Run:
         self.log.close_bar()                               # so that an error starts on a new line
         # Let a save end that all ranks have begun. A RuntimeError may be a lost rank, without which it cannot.
         if self.saver and isinstance(error, Exception) and not isinstance(error, RuntimeError):
-            self.saver.finish()
+            self.saver.wait()
         self.on_exit.close()
         if isinstance(error, torch.OutOfMemoryError):      # on GPUs only
             torch.cuda.memory._dump_snapshot(f"{self.out}/memory-{self.ranks.rank}.pickle")

@@ -123,7 +123,7 @@ def disturbance(lab, how, codes, words, flags):
     """A run that meets one of DISTURBANCES prints its words; if it ended early, it resumes to the same weights."""
     run = lab.stopped()
     text = said(lab.start(run, 2, *flags.split(), fault=partial(disturb, how)), codes)
-    assert words in text
+    assert words in text, text
     if not (run / "summary.json").exists():
         lab.must_end_well(run)
 
