@@ -188,18 +188,18 @@ def count_without_url(folder):
     return sum(row["bytes"] > 0 and not row["reason"] and not host_key(row["url"]) for row in rows)
 
 
-def not_checked(n):
-    """The sentence about n documents without a URL."""
-    return f"{counted(n, 'document')} {'has' if n == 1 else 'have'} no URL: not checked"
-
-
-def decoded(report):
-    """The sentence about the files that are not UTF-8 and were read in --encoding; "" if there are none."""
+def notes(report):
+    """Sentences about documents that were not read, not as UTF-8, or not checked."""
+    unreadable = report["unreadable"].items()
+    sentences = [f"{n:,} could not be read: {problem}, such as {first}" for problem, (n, first) in unreadable]
     # Reports of older versions do not name encodings.
-    files = [file for file in report["inputs"] if file.get("encoding") and not file["problem"]]
-    if not files:
-        return ""
-    return f"{counted(len(files), 'file')} read as {files[0]['encoding']}: not UTF-8, such as {files[0]['name']}"
+    decoded = [file for file in report["inputs"] if file.get("encoding") and not file["problem"]]
+    if decoded:
+        name, encoding = decoded[0]["name"], decoded[0]["encoding"]
+        sentences.append(f"{counted(len(decoded), 'file')} read as {encoding}: not UTF-8, such as {name}")
+    n = report["without_url"]
+    have = "has" if n == 1 else "have"
+    return sentences + [f"{counted(n, 'document')} {have} no URL: not checked for opt-outs of hosts"] * (n > 0)
 
 
 def counted(n, noun):
@@ -212,7 +212,7 @@ def markdown(report):
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     template = environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja"))
     return template.render(report, reasons=REASONS, opt_outs=OPT_OUTS, reserved=RESERVED, counted=counted,
-                           not_checked=not_checked, decoded=decoded(report))
+                           notes=notes(report))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

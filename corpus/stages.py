@@ -401,12 +401,11 @@ def groups_needed(work, n):
     return int(np.searchsorted(size, work.plan.max_bytes)) + 1 if size[-1] >= work.plan.max_bytes else 0
 
 
-def names_in_data(work, n, reason):
-    """The commonest languages or licences of the first n groups, as a text, if these were a reason for removal."""
-    names = {column: Counter(read([column], work, n)[column].to_pylist()).most_common(5)
-             for column in ("language", "license") if column in reason}
-    return "".join(f"; {column} in the data: " + ", ".join(f"{name or 'none'} ({n:,})" for name, n in most)
-                   for column, most in names.items())
+def count_reasons(reason, work, n):
+    """The commonest reasons for removal, as text, with the languages, whose names may differ from --keep_languages."""
+    languages = read(["language"], work, n)["language"].to_pylist()
+    reasons = (f"{why}:{name or 'none'}" if why == "language" else why for why, name in zip(reason, languages))
+    return ", ".join(f"{count:,} {why}" for why, count in Counter(reasons).most_common(5))
 
 
 def check_urls(work, n):
@@ -445,8 +444,7 @@ def judge(number, work):
     rows, reason = find_duplicates(work, n)
     left = np.flatnonzero(reason == "")
     if not len(left):
-        counts = ", ".join(f"{n:,} {name}" for name, n in Counter(reason).most_common(5))
-        raise ValueError(f"no document is left ({counts or 'the files are empty'}){names_in_data(work, n, reason)}")
+        raise ValueError(f"no document is left ({count_reasons(reason, work, n) or 'the files are empty'})")
     copies = table_of(planted_rows(work), work)
     write_table(copies, sifted(work, PLANTED))
     reason = np.append(reason, copies["reason"])
