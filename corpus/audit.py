@@ -2,7 +2,7 @@
 Check a data folder: do its files match its report, is a document in it, and at which steps did a run read it?
 
 $ python -m corpus.audit data/mine                                    # recompute hashes, documents and tokens
-$ python -m corpus.audit data/mine --find=https://example.org/page    # an id, a URL, a text, or a text file
+$ python -m corpus.audit data/mine --find=https://example.org/page    # an id, a URL, a text, a passage, or a text file
 $ python -m corpus.audit data/mine --find=letter.txt --when=out/mine  # the steps at which a run read it
 
 All answers come from documents.parquet (corpus/ledger.py) and the shards. --when needs no log of the samples: the order
@@ -17,14 +17,17 @@ if not __package__:
     sys.exit(2)
 
 import os
+import re
 
 import numpy as np
 from tqdm import tqdm
 
 from configurator import run
-from corpus.dedup import LONG, fingerprint, signatures, words
+from corpus.dedup import LONG, fingerprint, normalized, signatures, words
 from corpus.folder import shards_of
-from corpus.ledger import rows_of
+from corpus.ledger import names_of, rows_of
+from corpus.pii import scrub_pii
+from corpus.readers import kind_of
 from corpus.report import counted, described, verify
 from data import StagedDataset, Stream, TokenDataset, first_folder, started_stages
 from engine.files import in_one_line, read_text
@@ -33,12 +36,14 @@ from engine.runs import settings_of
 from tokenizer import load_for
 
 paths = []                          # data folders; none: data/stdlib
-find = ""                           # a document to find in them: an id, a URL, a text, or a text file
+find = ""                           # a document to find in them: an id, a URL, a text, a passage, or a text file
 similarity = 0.72                   # MinHash similarity from which a document is a near-duplicate of find
 when = ""                           # with find: a run folder of train.py; prints the steps that read the document
 
 # Samples whose windows are computed at once.
 CHUNK = 1 << 20
+# Words from which a text is searched inside of documents too: fewer occur in many.
+PASSAGE = 8
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -47,60 +52,95 @@ CHUNK = 1 << 20
 
 def find_rows(folder, meta):
     """
-    [(how it matches, row)] of all documents of a folder whose id, URL or text is `find`. If no id or URL matches, texts
-    of at least five words are compared by MinHash too (+- 0.04 at 0.8).
+    [(how it matches, row)] of all documents of a folder whose id, URL or text is `find`, and for duplicates of those
+    that have their text. If no id or URL matches, the shards are searched for similar texts (search_shards).
     """
     is_file = os.path.isfile(find)
     text = read_text(find).removeprefix("\ufeff") if is_file else find
     if not text.strip():
         raise ValueError(f"find={find!r} is empty: want an id, a URL, a text, or a text file")
-    # A file is found by its text alone: no id and no URL is "\0".
-    name = "\0" if is_file else find
-    wanted, matches = dict(id=name, url=name, text=fingerprint(text)), []
+    # A file is found by its text alone.
+    wanted, matches = set() if is_file else {("id", find), ("url", find.rstrip("/"))}, []
+    wanted.add(("text", fingerprint(text)))
     for row in rows_of(folder):
-        same = [key for key in wanted if row[key] == wanted[key]]
+        same = (names_of(row) | {("text", row["text"])}) & wanted
         if same:
-            matches.append((f"this {same[0].replace('url', 'URL')}", row))
-    ids, ends = words([text[:LONG]])
+            matches.append((f"this {min(key for key, _ in same).replace('url', 'URL')}", row))
+    matches += originals_of([row for _, row in matches], folder)
+    ids, _ = words([text[:LONG]])
     if "://" in text[:10] or len(ids) < 5 or any(match != "this text" for match, _ in matches):
         return matches
     equal = {row["id"] for _, row in matches}
-    similar = near_duplicates(folder, meta, signatures(ids, ends))
+    similar = search_shards(folder, meta, text)
     return matches + [(match, row) for match, row in similar if row["id"] not in equal]
 
 
-def near_duplicates(folder, meta, signature):
-    """Yield (how it matches, row) of kept documents with a similar signature. Reads all tokens, at a few MB/s."""
+def originals_of(rows, folder):
+    """[(how it matches, row)] of the documents, not among these rows, that have the text of a duplicate among them."""
+    known = {row["id"] for row in rows}
+    copies = {row["text"]: row["id"] for row in rows if row["reason"] == "duplicate"}
+    return [(f"the text of {copies[row['text']]}", row) for row in (rows_of(folder) if copies else ())
+            if row["text"] in copies and row["reason"] != "duplicate" and row["id"] not in known]
+
+
+def search_shards(folder, meta, text):
+    """
+    Yield (how it matches, row) of kept documents with a similar MinHash signature (+- 0.04 at 0.8), or that hold the
+    text, of at least PASSAGE words, as a passage. Reads all tokens, at a few MB/s.
+    """
+    ids, ends = words([text[:LONG]])
+    signature = signatures(ids, ends)
+    # Personal data in the shards is replaced, but not in code.
+    passages = {normalized(text), normalized(scrub_pii(text)[0])} if len(ids) >= PASSAGE else ()
     tok, shards = load_for(folder), shards_of(meta)
     stream = Stream(folder, shards, 1)
     begins = {shard["file"]: begin for shard, begin in zip(shards, stream.begins)}
-    with tqdm(desc="near-duplicates", total=stream.n_tokens, unit="tok", unit_scale=True, disable=None,
+    with tqdm(desc="texts", total=stream.n_tokens, unit="tok", unit_scale=True, disable=None,
               leave=False) as progress:
         for row in rows_of(folder):
             if row["reason"]:
                 continue
             ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
-            agreement = (signatures(*words([tok.decode(ids[1:-1].tolist())[:LONG]])) == signature).mean()
+            document = tok.decode(ids[1:-1].tolist())
+            agreement = (signatures(*words([document[:LONG]])) == signature).mean()
             progress.update(row["tokens"])
             if agreement >= similarity:
                 yield f"nearly this text, similarity {agreement:.2f}", row
+            elif any(passage in normalized(document) for passage in passages):
+                yield "this passage", row
 
 
 def print_matches(folder):
-    """Print whether `find` is in a data folder, and with `when` at which steps a run read it."""
+    """
+    Print whether `find` is in a data folder, and with `when` at which steps a run read it. Returns how many documents
+    match.
+    """
     meta, _ = described(folder)
     matches = find_rows(folder, meta)
     steps = steps_of([row for _, row in matches if not row["reason"]], folder)
+    originals = {row["text"]: row["id"] for _, row in matches if not row["reason"] or row["withdrawn"]}
     for match, row in matches:
         origin = "".join(f", {row[name]}" for name in ("url", "license", "language") if row[name])
         if row["reason"]:
-            print(f"{row['id']} came in and was removed: {row['reason']}{origin} {row['withdrawn'] or ''}")
+            of = {"duplicate": f" of {originals.get(row['text'], 'a planted passage')}",
+                  "near-duplicate": " of a document that --find=FILE with this text names"}.get(row["reason"], "")
+            print(f"{row['id']} came in and was removed: {row['reason']}{of}{origin} {row['withdrawn'] or ''}")
             continue
         read = f"\n    {next(steps)}" if when else ""
         print(f"{row['id']} is in {folder}, by {match}: {counted(row['tokens'], 'token')} of source {row['source']}, "
               f"{row['split']}, from token {row['offset']:,} of {row['shard']}{origin}{read}")
     if not matches:
-        print(f"{find[:60]!r} is no id, URL or text of a document in {folder}")
+        print(f"{find[:60]!r} is no id, URL or text of a document in {folder}, nor a passage of at least {PASSAGE} "
+              "words in one")
+    return len(matches)
+
+
+def looks_like_a_file(name):
+    """Whether a name that is no file is more likely a mistyped one than an id, a URL or a passage."""
+    n = len(name.split())
+    if os.path.exists(name) or ":" in name or n >= PASSAGE:
+        return False
+    return bool(kind_of(name)) or n == 1 and bool(re.search(r"/|\.[A-Za-z]\w{1,4}$", name))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -185,15 +225,18 @@ def data_of_run(config, samples):
 def main():
     if when and not find:
         raise ValueError(f"when={when}: say which document: --find=ID, URL, text or file")
+    matches = 0
     for folder in paths or ["data/stdlib"]:
         with in_one_line(folder, OSError, ValueError):
             if find:
-                print_matches(folder)
+                matches += print_matches(folder)
                 continue
             sizes = verify(folder)[1]["total"]
         print(f"{folder}: {counted(sizes['documents_in'], 'document')} in = {sizes['documents']:,} kept + "
               f"{sizes['documents_in'] - sizes['documents']:,} removed; {counted(sizes['tokens'], 'token')}; "
               "all hashes as written")
+    if find and not matches and looks_like_a_file(find):
+        raise ValueError(f"--find={find}: no such file, and no document has this id")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ ACCENTS = regex.compile(r"(?<!\p{M})(\p{M}{999})\p{M}+")
 # exact duplicates
 
 
+def normalized(text):
+    """A text in Unicode form NFC, with white space collapsed."""
+    return " ".join(unicodedata.normalize("NFC", ACCENTS.sub(r"\1", text)).split())
+
+
 def fingerprint(text):
     """
     A 64-bit integer, the same for texts that differ only in Unicode form and white space.
@@ -47,7 +52,7 @@ def fingerprint(text):
     """
     digest = blake2b(digest_size=16)
     for match in PIECE.finditer(text):
-        normal = " ".join(unicodedata.normalize("NFC", ACCENTS.sub(r"\1", match[0])).split())
+        normal = normalized(match[0])
         # Restore the white space before a later piece, which split() has removed.
         if match.start() and normal:
             normal = " " + normal

@@ -1,7 +1,7 @@
 """
 The ledger, documents.parquet: a row for each document that came in, without its text.
 
-    id, source, url, language, license    as the document came in
+    id, source, url, language, license    as the document came in; no url = no opt-out of a host was consulted
     bytes, written                        UTF-8 bytes of its text, before and after personal data was replaced
     email, ip, iban                       how many of each were replaced
     text                                  64 bits of a hash of its text (corpus/dedup.py: fingerprint)
@@ -21,6 +21,7 @@ import os
 import pyarrow
 import pyarrow.parquet
 
+from corpus.readers import kind_of
 from engine.files import in_one_line
 
 FILE = "documents.parquet"
@@ -59,6 +60,20 @@ def rows_of(folder, columns=None):
     """Yield the rows of a data folder as dicts."""
     for table in ledger(folder, columns):
         yield from table.to_pylist()
+
+
+def names_of(row):
+    """
+    The names of a row in a list, {("id", name), ("url", name)}: its id; the own id of a row in a file, without the name
+    of the file; its URL without a final slash.
+    """
+    file, _, own_id = row["id"].partition(":")
+    names = {("id", row["id"])}
+    if own_id and kind_of(file) not in (None, "text"):
+        names.add(("id", own_id))
+    if row["url"]:
+        names.add(("url", row["url"].rstrip("/")))
+    return names
 
 
 def changed(folder, change):

@@ -24,6 +24,7 @@ Several processes share a file only if it is parquet (its row groups) or uncompr
 files of about 100 MB are read faster than a few large ones.
 """
 
+import codecs
 import contextlib
 import csv
 import functools
@@ -51,6 +52,7 @@ PART = 4 << 20              # bytes of lines in a part
 
 BINARY = "binary, or a text that wants --encoding=utf-16"
 NOT_UTF8 = "not UTF-8 (name the encoding, like --encoding=latin-1, cp1252 or utf-16)"
+DAMAGED = "torn or damaged, not what its name says, or out of reach"
 # A wrong row of a table. The problem does not quote the row, because it may hold personal data.
 NO_ROW = "a row of more fields than names, or with a quote inside a field"
 # Columns whose values are names.
@@ -185,8 +187,8 @@ def find(paths):
     of the folders.
 
     A name is relative to the path that the user named, so that ids survive a move of the folder. If two files would
-    share a name, the second gets the name of its folder in front. ValueError: nothing matches, or two files still share
-    a name.
+    share a name, the second gets the name of its folder in front. ValueError: nothing matches or can be read, or two
+    files still share a name.
     """
     candidates = []
     for path in paths:
@@ -210,7 +212,15 @@ def find(paths):
         if name in files or writable(file) != file:
             raise ValueError(f"{file!r}: another file has its name, or its name is not UTF-8. Rename it")
         files[name] = file
+    if not files:
+        raise ValueError(f"{', '.join(paths)}: no file to read; not read: {'; '.join(counts_of(ignored))}. Want "
+                         f"{', '.join(KINDS)}")
     return [dict(name=name, path=path) for name, path in files.items()], ignored
+
+
+def counts_of(ignored):
+    """The files that find() ignored, as texts: "2 (.pdf), such as a.pdf"."""
+    return [f"{len(names):,} ({reason}), such as {names[0]}" for reason, names in ignored.items()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -236,14 +246,14 @@ def check(file, text_field="text", encoding=""):
     """
     Read a file once to its end: half a file must not be used, and only the end shows that an archive is torn.
 
-    Returns the file with "bytes" and "sha256" as stored, "problem" (None if it can be used), "encoding", and "parts":
-    [[begin, lines, first row, bytes decompressed]], which hold all rows in order. A file of the hub is not read, and
-    has no sha256: its path names a commit.
+    Returns the file with "bytes" and "sha256" as stored, "problem" (None if it can be used), "encoding" (`encoding` if
+    the file is not UTF-8, else ""), and "parts": [[begin, lines, first row, bytes decompressed]], which hold all rows
+    in order. A file of the hub has no sha256, because its path names a commit, and is read only to know its encoding.
     ValueError: a parquet file has no column text_field ("": not checked), or a URL cannot be read.
     """
     path = file["path"]
     kind = kind_of(path)
-    file = dict(file, bytes=0, sha256=None, problem=None, encoding=encoding, parts=[[0, None, 0, 0]])
+    file = dict(file, bytes=0, sha256=None, problem=None, encoding="", parts=[[0, None, 0, 0]])
     if not kind:
         return dict(file, problem="unknown kind of file")
     try:
@@ -251,15 +261,41 @@ def check(file, text_field="text", encoding=""):
             if not path.startswith("hf://"):
                 file["sha256"] = hashlib.file_digest(f, "sha256").hexdigest()
             file["bytes"] = f.seek(0, os.SEEK_END)
+            if encoding and kind != "parquet" and not is_utf8(file):
+                file["encoding"] = encoding
             file["parts"] = list(parts_of(file))
-            names = ParquetFile(f).schema_arrow.names if kind == "parquet" and text_field else [text_field]
+            names = names_of_columns(file)
     except ValueError:
         if "://" in path:
             raise
-        return dict(file, problem=f"unreadable as {encoding}" if encoding else "unreadable")
-    if text_field not in names:
-        raise ValueError(f"{path}: no column {text_field!r}; it has {', '.join(names)}. Choose one with --text_field")
-    return file
+        return dict(file, problem=f"unreadable as {encoding}" if file["encoding"] else DAMAGED)
+    if not names or text_field in ("", *names):
+        return file
+    no_column = f"no column {text_field!r}; it has {', '.join(names)}. Choose one with --text_field"
+    if kind == "parquet":
+        raise ValueError(f"{path}: {no_column}")
+    # A folder of texts may hold a table of something else.
+    return dict(file, problem=no_column)
+
+
+def is_utf8(file):
+    """Whether a file is UTF-8 without the character NUL, which UTF-16 has."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_bytes(file) as f, contextlib.suppress(UnicodeDecodeError):
+        blocks = itertools.chain(iter(lambda: f.read(PART), b""), [b""])
+        return not any("\0" in decoder.decode(block, final=not block) for block in blocks)
+    return False
+
+
+def names_of_columns(file):
+    """The columns of a parquet file or a table; [] for other files, whose rows may differ."""
+    kind = kind_of(file["path"])
+    if kind == "parquet":
+        return ParquetFile(open_raw(file["path"])).schema_arrow.names
+    if kind != "table":
+        return []
+    with open_bytes(file) as f:
+        return header_of(text_of(f), ending(file["path"]) == ".tsv")[1]
 
 
 def parts_of(file):
@@ -315,29 +351,41 @@ def json_values(text):
     yield tail.rstrip("]") if tail or rest is whole else "["
 
 
-def table_rows(text, tabs):
-    """
-    Yield the rows of a .csv or .tsv (tabs) as JSON, all values text.
+def text_of(f, errors="surrogateescape", newline=""):
+    """A stream of bytes as one of text. errors, newline: as in open()."""
+    return io.TextIOWrapper(f, "utf-8-sig", errors, newline=newline)
 
-    A row with too many fields, or with a quote that does not end at the end of a field, becomes NO_ROW: a comma or a
-    quote that belongs to the text would otherwise cut the text or join rows.
-    """
+
+def header_of(text, tabs):
+    """(delimiter, names of the columns) of a .csv or .tsv (tabs), from its first line, which is read."""
     # A field holds a whole document. This is the largest limit that the C code takes on every system.
     csv.field_size_limit(2**31 - 1)
     first = text.readline()
     # Countries with a decimal comma separate fields by semicolons.
     delimiter = "\t" if tabs else max(",;\t", key=first.count)
-    names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
+    return delimiter, [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
+
+
+def table_rows(text, tabs):
+    """
+    Yield the rows of a .csv or .tsv (tabs): the number of the line where it begins, from 0, and the row as JSON, all
+    values text.
+
+    A row with too many fields, or with a quote that does not end at the end of a field, becomes NO_ROW: a comma or a
+    quote that belongs to the text would otherwise cut the text or join rows.
+    """
+    delimiter, names = header_of(text, tabs)
     table = csv.reader(text, delimiter=delimiter, strict=True)
     row = names
     while row is not None:
+        line = 1 + table.line_num
         try:
             row = next(table, None)
         except csv.Error:
             # A wrong quote. The next line is a row again.
             row = [*names, ""]
         if row:
-            yield json.dumps(dict(zip(names, row)) if len(row) <= len(names) else NO_ROW, ensure_ascii=False)
+            yield line, json.dumps(dict(zip(names, row)) if len(row) <= len(names) else NO_ROW, ensure_ascii=False)
 
 
 def problem_of(text):
@@ -369,7 +417,8 @@ def file_row(path, raw):
 
 def rows(file, part, columns=(), errors="surrogateescape"):
     """
-    Yield (number, row) of a part of a file. number: from 0 in the file; row: a dict, or its problem, a str.
+    Yield (number, row) of a part of a file. number: from 0 in the file, of the line if it has lines; row: a dict, or
+    its problem, a str.
 
     columns: those of a parquet file to read; all, if it has none of these. errors: for bytes that are not UTF-8, as
     in open(). ValueError, one line, if the file is damaged.
@@ -396,9 +445,10 @@ def rows(file, part, columns=(), errors="surrogateescape"):
                 return
             if begin:
                 f.seek(begin)
-            text = io.TextIOWrapper(f, "utf-8-sig", errors, newline="\n" if kind == "lines" else "")
-            values = dict(lines=text, json=json_values(text), table=table_rows(text, ending(path) == ".tsv"))
-            for n, value in enumerate(itertools.islice(values[kind], lines), number):
+            text = text_of(f, errors, "\n" if kind == "lines" else "")
+            values = dict(lines=enumerate(text, number), json=enumerate(json_values(text)),
+                          table=table_rows(text, ending(path) == ".tsv"))
+            for n, value in itertools.islice(values[kind], lines):
                 if value.strip():
                     yield n, parsed(value)
 
@@ -447,7 +497,8 @@ def document(row, file, doc_id, text_field):
     text = row.get(text_field)
     if not isinstance(text, str):
         return dict(file=file, id=doc_id, text=None, problem=f"a row without text in its column {text_field!r}")
-    if row.get("id") is not None:
+    # An empty cell of a table is no id.
+    if row.get("id") not in (None, ""):
         doc_id = writable(f"{file}:{row['id']}")
     doc = dict(row, file=file, id=doc_id, text=writable(text))
     for column in filter(row.__contains__, NAMED):
@@ -469,7 +520,7 @@ def documents(file, part, text_field="text", columns=()):
     """
     Yield the documents of a part of a file that check() returned: dicts of the row's own columns, "file", "id", "text"
     and, if it is known, "language". A file or a row that cannot be used has no text but a "problem". The id is the name
-    of the file, and for a row ":" and its own id or its number.
+    of the file; for a row followed by ":" and its own id, or by " line 3" or, in .json and .parquet, " row 3".
 
     columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line: the file is damaged.
     """
@@ -477,9 +528,10 @@ def documents(file, part, text_field="text", columns=()):
     whole = kind == "text" or file.get("problem")
     try:
         for number, row in rows(file, part, {text_field, "id", "url", *NAMED, *columns}):
-            yield document(row, name, name if whole else f"{name}:{number}", "text" if whole else text_field)
+            doc_id = name if whole else f"{name} {'line' if kind in ('lines', 'table') else 'row'} {number + 1}"
+            yield document(row, name, doc_id, "text" if whole else text_field)
     except ValueError:
         # check() reads only the footer of a parquet file, so damage of a row group shows here.
         if kind != "parquet" or "://" in file["path"]:
             raise
-        yield dict(file=name, id=f"{name}:row group {part[0]}", text=None, problem="unreadable")
+        yield dict(file=name, id=f"{name} row group {part[0]}", text=None, problem=DAMAGED)

@@ -31,6 +31,7 @@ REASONS = {
     "no-robots": "the host has no robots.txt (--missing=deny)",
     "unparsable": "the host serves something else as robots.txt (--missing=deny)",
     "bad-url": "not a URL (--missing=deny)",
+    "no-url": "has no URL (--missing=deny)",
     **RESERVED,
     **RULES,
     "contaminated": "contains an evaluation prompt",
@@ -145,7 +146,8 @@ def write_report(folder, vocabulary, shards, provenance):
     Write meta.json, report.json and report.md next to a ledger. Returns the report.
 
     vocabulary: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. shards: {source: {split: entries of
-    its shards}}. provenance: the report's run, inputs, ignored, rule, pii, probes and robots (stages.provenance_of).
+    its shards}}. provenance: the report's run, inputs, ignored, stores, rule, pii, probes and robots
+    (stages.provenance_of).
     """
     rows = sums(folder)
     by_split, by_detail = grouped(rows, "source", "split"), grouped(rows, "rule", "detail")
@@ -169,6 +171,8 @@ def write_report(folder, vocabulary, shards, provenance):
         outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
     )
     report["pii"] = dict(provenance["pii"], **report["total"]["pii"])
+    # Reports of older versions do not name the stores.
+    report["without_url"] = count_without_url(folder) if provenance.get("stores") else 0
     if provenance["robots"]:
         removed = {agent: size_of(group) for (rule, agent), group in by_detail.items() if rule == "robots"}
         report["robots"] = dict(provenance["robots"], removed_by_agent=removed)
@@ -176,6 +180,26 @@ def write_report(folder, vocabulary, shards, provenance):
     write_json(f"{folder}/report.json", report)
     write_flushed(f"{folder}/report.md", markdown(report))
     return report
+
+
+def count_without_url(folder):
+    """How many kept documents have no URL, so that no opt-out of a host was consulted for them."""
+    rows = rows_of(folder, ["url", "reason", "bytes"])
+    return sum(row["bytes"] > 0 and not row["reason"] and not host_key(row["url"]) for row in rows)
+
+
+def notes(report):
+    """Sentences about documents that were not read, not as UTF-8, or not checked."""
+    unreadable = report["unreadable"].items()
+    sentences = [f"{n:,} could not be read: {problem}, such as {first}" for problem, (n, first) in unreadable]
+    # Reports of older versions do not name encodings.
+    decoded = [file for file in report["inputs"] if file.get("encoding") and not file["problem"]]
+    if decoded:
+        name, encoding = decoded[0]["name"], decoded[0]["encoding"]
+        sentences.append(f"{counted(len(decoded), 'file')} read as {encoding}: not UTF-8, such as {name}")
+    n = report["without_url"]
+    have = "has" if n == 1 else "have"
+    return sentences + [f"{counted(n, 'document')} {have} no URL: not checked for opt-outs of hosts"] * (n > 0)
 
 
 def counted(n, noun):
@@ -187,7 +211,8 @@ def markdown(report):
     """report.md: the numbers of report.json in sentences and tables."""
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     template = environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja"))
-    return template.render(report, reasons=REASONS, opt_outs=OPT_OUTS, reserved=RESERVED, counted=counted)
+    return template.render(report, reasons=REASONS, opt_outs=OPT_OUTS, reserved=RESERVED, counted=counted,
+                           notes=notes(report))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explici
     (whether a document with this URL is kept, the reason). Reports count by the reason's part before the colon.
 
         allowed                    robots.txt allows this URL for every agent
-        no-url                     the document has no URL (local text)
+        no-url                     the document has no URL, so no file of its host was consulted
         no-robots                  the store has no robots.txt of the host, so the host has not opted out
         unparsable                 the host serves something else as robots.txt: a web page, prose, no user-agent
         bad-url                    the URL is malformed
@@ -110,7 +110,7 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explici
         usage-file:AGENT:PATH      dropped: it may be read, but not used for training
         blocked-domain:ENTRY       dropped: the host is on a list of blocked domains
 
-    With missing='deny' no-robots, unparsable and bad-url are dropped too.
+    With missing='deny' no-url, no-robots, unparsable and bad-url are dropped too.
 
     store: open_robots(path) or anything with .get(host) -> str, bytes or None. blocked: blocked_domains(path).
     missing: 'allow' (Apertus: a missing file is no opt-out) or 'deny' (keep only URLs that a robots.txt allows); any
@@ -125,7 +125,7 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explici
     if entry:
         return False, f"blocked-domain:{entry}"
     kept, reason = may_train_on(url, store.get(host) if store and host else None, agents, explicit)
-    return kept and (missing == "allow" or reason in ("allowed", "no-url")), reason
+    return kept and (missing == "allow" or reason == "allowed"), reason
 
 
 def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):

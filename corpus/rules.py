@@ -67,7 +67,7 @@ def column(doc, names):
     for name in names.split(" or "):
         if name in doc:
             return doc[name]
-    raise ValueError(f"no column {names} in the data; it has {', '.join(doc)}")
+    raise ValueError(f"no column {names} in the data; it has {', '.join(doc)} (document {doc.get('id')})")
 
 
 def as_number(doc, field):

@@ -20,11 +20,12 @@ that are missing.
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections import Counter
 from functools import cached_property, lru_cache, partial
-from itertools import cycle
+from itertools import cycle, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,11 +38,11 @@ from configurator import ROOT
 from corpus import dedup, ledger
 from corpus.folder import dtype_of, publish, safe, write_shard, write_tokens
 from corpus.pii import TAGS, scrub_pii
-from corpus.readers import check, documents, id_hash, rows_of, writable
+from corpus.readers import check, documents, files_of, id_hash, rows, rows_of, writable
 from corpus.report import hosts_of, verify, write_report
-from corpus.robots import AGENTS, COLUMNS, blocked_domains, open_reservations, open_robots, refusal
+from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
 from corpus.rules import TOXICITY, as_number, broken, by_language, listed, top_thresholds
-from engine.files import read_json, sha256, write_json
+from engine.files import read_json, sha256, sha256_of, write_json
 
 # Bytes of text in a group, and in a bucket.
 GROUP, BUCKET = 4 << 20, 16 << 20
@@ -57,6 +58,8 @@ DOCUMENT = [("row", "i8"), ("group", "i4"), ("offset", "i8"), ("written", "i8"),
 SPLITS = ("train", "val")
 # The group of the planted passages, which did not come in.
 PLANTED = -1
+# The settings that name files with the opt-outs of hosts.
+STORES = ("robots", "reservations", "blocked")
 
 
 class Work:
@@ -218,9 +221,11 @@ def check_files(number, work):
 def documents_of(number, work):
     """Yield the documents of a group."""
     plan = work.plan
-    columns = [*COLUMNS, plan.score_field, plan.max_field, plan.source_by]
+    columns = [*COLUMNS, plan.score_field, plan.max_field, plan.source_by, plan.url_field]
     for file, part in work.groups[number]:
         for doc in documents(file, part, plan.text_field, columns):
+            if plan.url_field != "url":
+                doc["url"] = doc.get(plan.url_field)
             # The default corpus has a licence and a language for all of its files.
             yield file.get("columns", {}) | doc
 
@@ -396,6 +401,36 @@ def groups_needed(work, n):
     return int(np.searchsorted(size, work.plan.max_bytes)) + 1 if size[-1] >= work.plan.max_bytes else 0
 
 
+def count_reasons(reason, work, n):
+    """The commonest reasons for removal, as text, with the languages, whose names may differ from --keep_languages."""
+    languages = read(["language"], work, n)["language"].to_pylist()
+    reasons = (f"{why}:{name or 'none'}" if why == "language" else why for why, name in zip(reason, languages))
+    return ", ".join(f"{count:,} {why}" for why, count in Counter(reasons).most_common(5))
+
+
+def check_urls(work, n):
+    """ValueError if opt-outs of hosts or --url_field are asked for and no document of the first n groups has a URL."""
+    plan, readable = work.plan, False
+    needs = [f"--{name}" for name in STORES if getattr(plan, name)] + ["--url_field"] * (plan.url_field != "url")
+    for number in range(n if needs else 0):
+        for row in ParquetFile(sifted(work, number)).read(["url", "reason"]).to_pylist():
+            if host_key(row["url"]):
+                return
+            readable = readable or not row["reason"].startswith("unreadable")
+    if readable:
+        columns = ", ".join(columns_like_urls(work)) or "none"
+        raise ValueError(f"{needs[0]}: no document has a URL in its column {plan.url_field!r}. Choose one with "
+                         f"--url_field; columns that look like URLs: {columns}")
+
+
+def columns_like_urls(work):
+    """The names of the columns that hold a URL in one of the first rows of the files, sorted."""
+    first = (row for file in work.checked for row in islice(rows(file, file["parts"][0]), 20))
+    names = {name for _, row in islice(first, 1000) if isinstance(row, dict)
+             for name, value in row.items() if isinstance(value, str) and re.match(r"https?://\S+$", value)}
+    return sorted(names - {work.plan.url_field})
+
+
 def judge(number, work):
     """
     All groups -> reasons.parquet, why each row is removed, and documents.npy, the others as DOCUMENT, in the order of
@@ -405,11 +440,11 @@ def judge(number, work):
     if work.plan.max_bytes:
         sifted_groups = next((n for n in range(n) if not work.is_done("sift", n)), n)
         n = groups_needed(work, sifted_groups) or n
+    check_urls(work, n)
     rows, reason = find_duplicates(work, n)
     left = np.flatnonzero(reason == "")
     if not len(left):
-        counts = ", ".join(f"{n:,} {name}" for name, n in Counter(reason).most_common(5))
-        raise ValueError(f"no document is left ({counts or 'the files are empty'})")
+        raise ValueError(f"no document is left ({count_reasons(reason, work, n) or 'the files are empty'})")
     copies = table_of(planted_rows(work), work)
     write_table(copies, sifted(work, PLANTED))
     reason = np.append(reason, copies["reason"])
@@ -557,6 +592,8 @@ def provenance_of(work, tokenizer):
             tokenizer=tokenizer),
         inputs=described_inputs(work),
         ignored=plan.ignored,
+        stores=[dict(setting=name, path=path, sha256=sha256_of_store(path))
+                for name in STORES if (path := getattr(plan, name))],
         rule=f"A document is for validation where 64 bits of the {hashed} over 2^64 are below {plan.val_share}; if "
         "none is, the one with the least. A single document is for training.",
         pii=dict(scrubbed=plan.pii),
@@ -569,10 +606,18 @@ def provenance_of(work, tokenizer):
     )
 
 
+def sha256_of_store(path):
+    """The sha256 of a file; of a folder, that of the names and sha256 of its files."""
+    if os.path.isfile(path):
+        return sha256(path)
+    return sha256_of([(os.path.relpath(file, path), sha256(file)) for file in files_of(path)])
+
+
 def described_inputs(work):
-    """[{name, path, bytes, sha256, problem}] of all files, for the report."""
+    """[{name, path, bytes, sha256, problem, encoding}] of all files, for the report."""
     read = {file["name"] for group in work.groups[:work.result("judge")["groups"]] for file, _ in group}
-    inputs = [{key: file[key] for key in ("name", "path", "bytes", "sha256", "problem")} for file in work.checked]
+    keys = "name", "path", "bytes", "sha256", "problem", "encoding"
+    inputs = [{key: file[key] for key in keys} for file in work.checked]
     for file in inputs:
         if work.plan.max_bytes and file["name"] not in read:
             file["problem"] = file["problem"] or "not read: --max_bytes was reached"

@@ -22,7 +22,7 @@ import numpy as np
 from corpus import readers
 from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish, shards_of, write_shard
-from corpus.ledger import FILE, changed, rows_of, write_ledger
+from corpus.ledger import FILE, changed, names_of, rows_of, write_ledger
 from corpus.report import added, counted, verify, write_report
 from corpus.robots import host_key, open_robots, refusal
 
@@ -86,7 +86,7 @@ def entries_of_lines(path):
     """The entries of a text file: a line may be an id or a URL, and a host if it looks like one."""
     entries = set()
     for line, in readers.rows_of(path):
-        entries |= {("id", line), ("url", line)}
+        entries |= {("id", line), ("url", line.rstrip("/"))}
         if re.fullmatch(r"[^/: ]*\.[^/: ]*", line):
             entries.add(("host", line))
     return entries
@@ -102,7 +102,8 @@ def entries_of_rows(path):
         if not key or not isinstance(row[key], str):
             raise ValueError(f"{path} row {number}: want an id, url, host or text, or domain and content of a "
                              "robots.txt")
-        entries.add((key, fingerprint(row[key]) if key == "text" else row[key]))
+        entry = fingerprint(row[key]) if key == "text" else row[key]
+        entries.add((key, entry.rstrip("/") if key == "url" else entry))
     return entries, None
 
 
@@ -118,20 +119,21 @@ def has_withdrawn(folder):
 
 def reason_of(row, removals):
     """
-    (the reason for which a row is removed, the entry of the list); ("", None) if it is not.
+    (the reason for which a row is removed, the entries of the list that name it); ("", set()) if it is not.
 
     removals: (entries, verdict), a set of ("id", ...), ("url", ...), ("host", ...) and ("text", fingerprint), and the
     arguments of robots.verdict(), where hosts are blocked.
     """
     entries, verdict = removals
+    named = (names_of(row) | {("text", row["text"])}) & entries
     for key in ("id", "url", "text"):
-        if (key, row[key]) in entries:
-            return f"withdrawn:{key}", row[key]
+        if any(kind == key for kind, _ in named):
+            return f"withdrawn:{key}", {name for _, name in named}
     reason = refusal(dict(url=row["url"]), verdict)
     if not reason:
-        return "", None
+        return "", set()
     rule, _, entry = reason.partition(":")
-    return f"withdrawn:{'host' if rule == 'blocked-domain' else reason}", entry
+    return f"withdrawn:{'host' if rule == 'blocked-domain' else reason}", {entry}
 
 
 def choose(final, out, removals):
@@ -142,7 +144,7 @@ def choose(final, out, removals):
     """
     removed, matched, copies, others = {}, set(), set(), set()
     for row in rows_of(final):
-        reason, entry = reason_of(row, removals)
+        reason, named = reason_of(row, removals)
         if reason and row["reason"] == "duplicate":
             copies.add(row["text"])
         # Planted passages stay.
@@ -152,7 +154,7 @@ def choose(final, out, removals):
             others.add((row["source"], row["split"]))
             continue
         # An entry that was withdrawn before is not unknown.
-        matched.add(entry)
+        matched |= named
         if not row["withdrawn"]:
             removed[row["shard"], row["offset"]] = dict(row, reason=reason)
     report_copies(final, copies, removed)

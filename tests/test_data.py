@@ -215,7 +215,7 @@ def test_the_fingerprint_of_several_folders_is_that_of_their_texts_order_and_wei
     hashes = [TokenDataset(form.format(*moved), "train", 16).fingerprint for form in ("{1},{0}", *FORMS)]
     assert hashes[1:] == [TokenDataset(form.format(*apart), "train", 16).fingerprint for form in FORMS]
     assert len(set(hashes)) == 4
-    (tmp_path / "list").write_text("b.jsonl:3\n")
+    (tmp_path / "list").write_text("b.jsonl line 4\n")
     run("prepare.py", f"--remove={tmp_path}/list", f"--out={moved[1]}")
     assert TokenDataset(",".join(map(str, moved)), "train", 16).fingerprint not in hashes
 

@@ -62,7 +62,7 @@ def test_the_audit_of_either_folder_names_the_steps_that_read_a_document(runs, n
     _, apart, both, together = runs
     answers = []
     for folder, trained_run in (f"{Path(both).parent}/{name}", apart), (both, together):
-        find = [f"--find={name}.jsonl:{i}" for i in range(40)]
+        find = [f"--find={name}.jsonl line {i + 1}" for i in range(40)]
         said = [run("corpus.audit", folder, document, f"--when={trained_run}").stdout for document in find]
         answers.append([text.splitlines()[-1].replace(str(trained_run), "RUN") for text in said])
     assert answers[0] == answers[1]
@@ -75,13 +75,12 @@ def test_a_document_that_is_removed_from_one_folder_ends_the_run_and_its_audit(r
     data, apart, both, _ = runs
     root = Path(both).parent
     kept = shutil.copytree(root / "b", tmp_path / "kept")
-    (tmp_path / "list").write_text("b.jsonl:3\n")
+    (tmp_path / "list").write_text("b.jsonl line 4\n")
     run("prepare.py", f"--remove={tmp_path / 'list'}", f"--out={root / 'b'}")
     killed = killed_after(apart, tmp_path / "killed", 10)
     refused(ran(data, killed, XIELU, "--resume"), "data_hash")
-    refused(
-        script("corpus.audit", root / "a", "--find=a.jsonl:5", f"--when={apart}"), "has changed since the run began"
-    )
+    find = "--find=a.jsonl line 6"
+    refused(script("corpus.audit", root / "a", find, f"--when={apart}"), "has changed since the run began")
     shutil.rmtree(root / "b")
     shutil.move(kept, root / "b")
     assert ran(data, killed, XIELU, "--resume").returncode == 0

@@ -50,7 +50,7 @@ def ask(folder, *args):
 ARGUMENTS = dict(
     a="DIR/in --keep_licenses=cc0,mit --robots=DIR/a.robots.jsonl --probes=DIR/probes --repetitions=(0,3) "
     "--val_share=0.2",
-    b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --missing=deny --pii=False",
+    b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --pii=False",
     c="DIR/b.jsonl",
 )
 
@@ -129,12 +129,22 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
     row = next(row for row in kept(data) if row["id"] == "in.jsonl:d7")
     letter = tmp_path / "letter.txt"
     letter.write_text(text(7).replace(" ", "\n"))
-    for how, name in (("id", row["id"]), ("URL", row["url"]), ("text", text(7)), ("text", letter)):
+    passage = " ".join(text(7).split()[20:28])
+    names = [("id", row["id"]), ("id", "d7"), ("URL", row["url"] + "/"), ("text", text(7)), ("text", letter)]
+    for how, name in (*names, ("passage", passage)):
         said = ask(data, f"--find={name}")
         assert said.startswith(f"in.jsonl:d7 is in {data}, by this {how}: {row['tokens']} tokens of source roh_Latn, ")
         assert said.endswith(f"from token {row['offset']:,} of {row['shard']}, {row['url']}, mit, roh_Latn\n")
     assert "nearly this text, similarity 0.9" in ask(data, f"--find={text(7)} And more.")
     assert "'in.jsonl:d7x' is no id, URL or text of a document in" in ask(data, "--find=in.jsonl:d7x")
+
+
+def test_a_duplicate_names_the_document_that_has_its_text(tmp_path):
+    put(tmp_path, {f"in/{name}.txt": text(i) for i, name in enumerate("abc")} | {"in/again.txt": text(1)})
+    fill(tmp_path / "out", tmp_path / "in")
+    removed, stays = ask(tmp_path / "out", "--find=b.txt").splitlines()
+    assert removed == "b.txt came in and was removed: duplicate of again.txt "
+    assert stays.startswith(f"again.txt is in {tmp_path}/out, by the text of b.txt: ")
 
 
 def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path):
@@ -218,11 +228,11 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     assert report(data)["total"]["tokens_removed_about"] == dict(withdrawn=sum(row["tokens"] for row in out))
 
 
-# Begins with a byte-order mark. One URL is of no document here; probe/1 is a planted passage, not a document.
-LIST = """\ufeffin.jsonl:d1
+# Begins with a byte-order mark, and a row's own id. One URL is of no document here; probe/1 is a planted passage.
+LIST = """\ufeffd1
  www.Host3.example
 
-https://host1.example/page/29\t
+https://host1.example/page/29/\t
 https://host9.example/page/29
 in.jsonl:d99
 probe/1"""

@@ -264,6 +264,24 @@ def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
     } == {"0.jsonl", "1.jsonl"}
 
 
+def test_documents_without_a_url_and_files_in_another_encoding_are_counted(tmp_path):
+    """With --missing=deny these documents are removed."""
+    every = [dict(text=text(i), link=f"https://a.org/{i}" * (i > 1)) for i in range(9)]
+    put(tmp_path, {"in/other.txt": "Grüezi".encode("latin-1"), "in/utf-8.txt": "Grüezi mitenand"})
+    write_lines(tmp_path / "in" / "a.jsonl", every)
+    robots = write_lines(tmp_path / "robots.jsonl", [dict(domain="a.org", content="User-agent: *\nDisallow: /8")])
+    how = tmp_path / "in", f"--robots={robots}", "--url_field=link", "--encoding=latin-1"
+    printed = fill(tmp_path / "out", *how)
+    page = (tmp_path / "out" / "report.md").read_text()
+    for says in ("4 documents have no URL: not checked", "1 file read as latin-1: not UTF-8, such as other.txt"):
+        assert says in printed and says in page
+    assert files.sha256(robots) in page
+    assert {"Grüezi", "Grüezi mitenand"} < {*sum(texts_of(tmp_path / "out").values(), [])}
+    fill(tmp_path / "deny", *how, "--missing=deny")
+    removed = report(tmp_path / "deny")["total"]["removed"]
+    assert (removed["robots"][0], removed["no-url"][0]) == (1, 4)
+
+
 def test_scores_choose_the_best_of_each_language(tmp_path):
     fill(
         tmp_path / "out",

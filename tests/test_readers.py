@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import tracemalloc
 import types
@@ -96,28 +97,31 @@ def test_each_format_gives_the_rows_that_were_written_in_whatever_parts(tmp_path
     assert (len(parts) > 1) == (name == "a.parquet" or name in LINES and how in ("", "memory:/") and size < 5000)
     if not encoding:
         numbers = [n for part in parts for n, _ in readers.rows(dict(path=url), part)]
-        # Row numbers count empty lines too.
-        assert numbers == [i * (1 + (name in LINES)) for i in range(600)]
+        # The numbers are those of lines, also empty ones and those inside of a text.
+        breaks = [0] + [len(re.findall("\r\n?|\n", row["text"])) * (name in DELIMITERS) for row in rows[:-1]]
+        begins = enumerate(itertools.accumulate(breaks), name in DELIMITERS)
+        assert numbers == [(i + n) * (1 + (name in LINES)) for i, n in begins]
         assert list(readers.records(url)) == rows
         assert list(readers.rows_of(url, ("no", "id"), ("score",))) == [[row["id"], row["score"]] for row in rows]
 
 
 # A file, its bytes, and id=text of each row by RFC 8259, RFC 4180 and the first reader; an id without = is a row that
-# cannot be read. In open.tsv one row reaches from one quote to the next.
+# cannot be read. L1 is the first line and R1 the first row, without an id of its own. In open.tsv one row reaches from
+# one quote to the next.
 GOLDEN = r"""
-a.jsonl     | {"text":\r"a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7} | 0=a 2 3 4 7=b
-b.jsonl     | {"text": 1}\n"\0"                                                                 | 0 1
-torn.json   |  [{"text": "a"}, 5, {"text": "\\ud800b"}, {"tex                                   | 0=a 1 2=?b 3
-open.json   | [{"text": "a"}, {"text": "b"}                                                     | 0=a 1=b 2
+a.jsonl     | {"text":\r"a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7} | L1=a L3 L4 L5 7=b
+b.jsonl     | {"text": 1}\n"\0"                                                                 | L1 L2
+torn.json   |  [{"text": "a"}, 5, {"text": "\\ud800b"}, {"tex                                   | R1=a R2 R3=?b R4
+open.json   | [{"text": "a"}, {"text": "b"}                                                     | R1=a R2=b R3
 id.json     | {"text": "a", "id": "\\ud800"}                                                    | ?=a
-bytes.json  | \xef\xbb\xbf[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]                      | 0=a 1 2=b
-names.jsonl | {"text": "a", "language": ["deu"]}\n{"text": "b", "license": {}, "id": 5}         | 0=a 5
-deep.json   | [{"text": "a"}, DEEP                                                              | 0=a 1
+bytes.json  | \xef\xbb\xbf[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]                      | R1=a R2 R3=b
+names.jsonl | {"text": "a", "language": ["deu"]}\n{"text": "b", "license": {}, "id": 5}         | L1=a 5
+deep.json   | [{"text": "a"}, DEEP                                                              | R1=a R2
 mac.csv     | id,text\r1,a\r2,b                                                                 | 1=a 2=b
-comma.csv   | \xef\xbb\xbfid, text\n1,a\n2,well, well\n\n3\n4,\xff\n5,b\n                       | 1=a 1 2 3 5=b
+comma.csv   | \xef\xbb\xbfid, text\n1,a\n2,well, well\n\n3\n4,\xff\n5,b\n                       | 1=a L3 L5 L6 5=b
 long.csv    | id,text,page\n1,a,DEEPDEEP\n                                                       | 1=a
-quote.csv   | id,text\n1,a\n3,b\n4,"c\n                                                         | 1=a 3=b 2
-open.tsv    | id\ttext\n1\ta\n2\t"Yes\n2\tgone\n2\t"No" she said\n3\tb\n                        | 1=a 1 3=b
+quote.csv   | id,text\n,a\n3,b\n4,"c\n                                                         | L2=a 3=b L4
+open.tsv    | id\ttext\n1\ta\n2\t"Yes\n2\tgone\n2\t"No" she said\n3\tb\n                        | 1=a L3 3=b
 empty.csv   |                                                                                   |
 empty.jsonl |                                                                                   |
 empty.txt   |                                                                                   | empty.txt=
@@ -131,7 +135,9 @@ def test_a_row_that_cannot_be_read_is_counted_and_the_others_keep_their_ids(tmp_
     (tmp_path / name).write_bytes(raw.replace(b"DEEP", b"[" * 100_000))
     docs = read(tmp_path / name)
     said = [doc["id"] if doc["text"] is None and doc["problem"] else f"{doc['id']}={doc['text']}" for doc in docs]
-    assert " ".join(said).replace(f"{name}:", "").replace("\r\n", r"\r\n") == want
+    for form, short in ((f"{name}:", ""), (f"{name} line ", "L"), (f"{name} row ", "R"), ("\r\n", r"\r\n")):
+        said = [one.replace(form, short) for one in said]
+    assert " ".join(said) == want
     # Each file has a part; without one no report would name it.
     assert len(check(dict(name=name, path=f"{tmp_path}/{name}"))["parts"]) == 1
 
@@ -144,8 +150,9 @@ def test_an_encoding_is_asked_for_and_code_and_fineweb_name_the_language(tmp_pat
         '{"text": "y", "language": "deu_Latn", "language_script": "Latn"}'
     )
     assert "--encoding=" in read(path)[0]["problem"]
+    (tmp_path / "utf-8.py").write_text("Grüezi")
     found = [(doc["text"], doc["language"]) for doc in read(tmp_path, "latin-1")]
-    assert found == [("élève\x85", "code"), ("x", "deu_Latn"), ("y", "deu_Latn")]
+    assert found == [("élève\x85", "code"), ("x", "deu_Latn"), ("y", "deu_Latn"), ("Grüezi", "code")]
     assert problem(path, "utf-16") == "unreadable as utf-16"
     path.write_bytes(b"\xef\xbb\xbfa # b\n# c\n \n d ")
     assert list(readers.rows_of(f"{tmp_path}/a.py", ("x",), comments=True)) == [["a"], ["d"]]
@@ -170,7 +177,7 @@ def test_a_torn_or_damaged_archive_is_unreadable_and_several_frames_are_one_file
     assert len(read(path)) == 4000
     for bad in (first + first[:-1], first + b"more of it", b"no archive" * 10):
         path.write_bytes(bad)
-        assert problem(path) == "unreadable"
+        assert problem(path) == readers.DAMAGED
     for url in (str(path), f"file://{path}"):
         with pytest.raises(ValueError, match="a.jsonl.*damaged, or not what its name says[^\n]*$"):
             list(readers.rows_of(url, ("text",)))
@@ -180,11 +187,11 @@ def test_damage_of_parquet_and_a_missing_column(tmp_path):
     path = tmp_path / "a.parquet"
     raw = written(random_rows(1), path.name)
     path.write_bytes(raw[:-9])
-    assert problem(path) == "unreadable"
+    assert problem(path) == readers.DAMAGED
     path.write_bytes(raw[:10] + bytes(900) + raw[910:])
     docs = read(path)
-    assert [doc["id"].split(":")[1] for doc in docs] == ["row group 0", *(f"d{i}" for i in range(550, 600))]
-    assert docs[0]["problem"] == "unreadable"
+    assert [doc["id"] for doc in docs] == ["a.parquet row group 0", *(f"a.parquet:d{i}" for i in range(550, 600))]
+    assert docs[0]["problem"] == readers.DAMAGED
     with pytest.raises(ValueError, match="no column 'body'; it has id, text, language, score"):
         read(path, text_field="body")
 

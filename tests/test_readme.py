@@ -55,7 +55,7 @@ def small(lab, tmp_path, monkeypatch):
     shutil.copytree(f"{ROOT}/results", tmp_path / "results")
     robots = dict(domain="example.org", content="User-agent: GPTBot\nDisallow: /b")
     (tmp_path / "robots.jsonl").write_text(json.dumps(robots))
-    (tmp_path / "opted_out.txt").write_text("pages.jsonl:0\n")
+    (tmp_path / "opted_out.txt").write_text("pages.jsonl line 1\n")
     write_lines(tmp_path / "pages.jsonl", [row | dict(toxicity=0.5) for row in rows_of_a_corpus(60)])
     ai_txt = dict(domain="example.org", file="ai.txt", content="User-agent: *\nDisallow: *.html")
     (tmp_path / "reservations.jsonl").write_text(json.dumps(ai_txt))
