@@ -47,7 +47,7 @@ from configurator import checked, run
 from data import first_folder
 from engine import restore
 from engine.files import flush, in_one_line, make_folder, read_json, replace_folder, restore_folder, write_json
-from engine.runs import settings_of
+from engine.runs import config_of, settings_of
 from model import XIELU, Apertus, ApertusConfig
 from tokenizer import TEMPLATE, hf_files, load_for, write_bpe
 
@@ -247,7 +247,7 @@ def folder_of(name, files=("*.safetensors", "*.json", TEMPLATE)):
 
 def shape_in(folder):
     """The ApertusConfig of a run folder, or of another Hugging Face folder."""
-    hf = read_json(f"{folder}/config.json")
+    hf = config_of(folder)
     # transformers keeps our settings in the files that it saves, but may have changed the model.
     if os.path.isdir(f"{folder}/ckpt") or hf.get("model_type") == "nanoapertus":
         return ApertusConfig.from_settings(settings_of(folder))

@@ -97,6 +97,9 @@ def building(out, inputs):
             if not resumes:
                 clear(tmp)
             raise
+        except KeyboardInterrupt:
+            print(f"interrupted: {out} is as it was; the same command resumes from {tmp}")
+            raise
         except OSError as e:
             raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
 

@@ -75,8 +75,11 @@ class Run:
     def __exit__(self, kind, error, traceback):
         self.log.close_bar()                               # so that an error starts on a new line
         # Let a save end that all ranks have begun. A RuntimeError may be a lost rank, without which it cannot.
-        if self.saver and isinstance(error, Exception) and not isinstance(error, RuntimeError):
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if self.saver and (interrupted or isinstance(error, Exception) and not isinstance(error, RuntimeError)):
             self.saver.wait()
+        if interrupted and self.ranks.is_main:
+            print(f"{self.out}: interrupted after {self.done} steps, {self.saved} of them on disk; --resume continues")
         self.on_exit.close()
         if isinstance(error, torch.OutOfMemoryError):      # on GPUs only
             torch.cuda.memory._dump_snapshot(f"{self.out}/memory-{self.ranks.rank}.pickle")

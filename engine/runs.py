@@ -18,9 +18,18 @@ import shutil
 from engine.files import lock, make_folder, read_json
 
 
+def config_of(folder):
+    """config.json of a run folder or a Hugging Face folder, a dict. ValueError if there is none."""
+    path = f"{folder}/config.json"
+    if not os.path.exists(path):
+        holds = " (it holds data, written by prepare.py)" if os.path.exists(f"{folder}/meta.json") else ""
+        raise ValueError(f"{folder} is no run folder and no Hugging Face folder: it has no config.json{holds}")
+    return read_json(path)
+
+
 def settings_of(folder):
-    """The settings of a run folder, from its config.json."""
-    config = read_json(f"{folder}/config.json")
+    """The settings of a run folder, from its config.json. ValueError if it is no run folder."""
+    config = config_of(folder)
     return config.get("nanoapertus", config)
 
 
