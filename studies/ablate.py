@@ -260,7 +260,7 @@ def summarise(rows):
         rates = [row["lr"] for row in rows if row["arm"] == arm]
         runs = [row for row in rows if row["arm"] == arm and row["seed"]]
         tokens, lr = runs[0]["tokens"], rates[-1]
-        edges = {min(rates): "lowest", max(rates): "highest"} if len({*rates}) > 1 else {lr: "only one"}
+        edges = {min(rates): "lowest", max(rates): "highest"} if len({*rates}) > 1 else {lr: "only"}
         curves = np.array([run["val_bpb"] for run in runs], float)      # (seeds, n)
         curve = curves.mean(0)
         lowest = np.minimum.accumulate(curve)
@@ -356,7 +356,7 @@ def main():
         {row["arm"]: row["curves"] for row in rows},
         label,
         "validation, bits per byte\n(line: mean; band: all seeds)")
-    print(f"wrote {folder}/table.md, plot.png, curves.png and runs.jsonl")
+    print(f"wrote {folder}/table.md, plot.png and curves.png")
 
 
 if __name__ == "__main__":
