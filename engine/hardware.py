@@ -90,8 +90,8 @@ class GPU(NamedTuple):
     """One model of GPU: FLOP/s by its vendor; links at about 80 and 90 % of the vendor's numbers, as measured."""
     flops: float              # bf16 FLOP/s of a dense matrix product
     memory: float             # bytes that torch reports; a card sold as 80 GB has 79.1 GiB
-    node_gbs: float           # GB/s of one GPU to the others of its node; 0: no such link
-    net_gbs: float            # GB/s of one GPU to other nodes
+    node_gbs: float           # GB/s of one GPU to the others of its node
+    net_gbs: float            # GB/s of one GPU to other nodes; 0: no usual network
     per_node: int             # GPUs of a node
 
 
@@ -104,8 +104,10 @@ GPUS = {
     "gh200":     GPU(989e12, 101.4e9, 360, 22, 4),
     "h200":      GPU(989e12, 150.0e9, 360, 45, 8),
     "b200":      GPU(2250e12, 191.4e9, 720, 45, 8),
-    "l40s":      GPU(362e12, 47.6e9, 0, 0, 1),
-    "4090":      GPU(165e12, 25.2e9, 0, 0, 1),
+    # 24 GB/s is what NCCL counts on from PCIe 4.0 x16. The driver of a 4090 has no peer-to-peer: what it sends crosses
+    # PCIe twice, through main memory.
+    "l40s":      GPU(362e12, 47.6e9, 24, 0, 8),
+    "4090":      GPU(165e12, 25.2e9, 12, 0, 8),
 }
 
 

@@ -37,14 +37,19 @@ PANELS = dict(
     lr="learning rate",
     tok_s="tokens per second",
     minutes="validation (bits/byte) over minutes")
-# {key of the log: (label of the x-axis, units of the log per unit of the axis)}
-UNITS = dict(tokens=("million tokens", 1e6), step=("step", 1), seconds=("minutes", 60))
+# {key of the log: (label of the x-axis, units of the log per unit of the axis)}; tokens: unit_of_tokens()
+UNITS = dict(step=("step", 1), seconds=("minutes", 60))
 
 
 def entries(folder):
     """Yield the entries of a run's log.jsonl in order, without torn lines. OSError if there is no such file."""
     with open(f"{folder}/log.jsonl", encoding="utf-8", errors="replace") as f:
         yield from filter(None, map(read_entry, f))
+
+
+def unit_of_tokens(most):
+    """(label of an x-axis that ends at `most` tokens, tokens per unit of the axis)."""
+    return ("million tokens", 1e6) if most >= 1e6 else ("thousand tokens", 1e3)
 
 
 def read_points(folder, panels, x_axis):
@@ -99,9 +104,11 @@ def curves(folders, path, panels=PANELS):
     runs = [read_points(folder, panels, x_axis) for folder in folders]
     shown = [key for key in panels if any(key in points for points in runs)]
     columns = (len(shown) + 1) // 2
+    most = max((points[key][0, -1] for points in runs for key in points if key != "minutes"), default=0)
+    units = UNITS | dict(tokens=unit_of_tokens(most))
     figure = pyplot().figure(figsize=(5 * columns + 2, 6))
     for place, key in enumerate(shown, 1):
-        label, unit = UNITS["seconds" if key == "minutes" else x_axis]
+        label, unit = units["seconds" if key == "minutes" else x_axis]
         axis = figure.add_subplot(min(2, len(shown)), columns, place, title=panels[key], xlabel=label)
         axis.grid(alpha=0.2)
         for n, points in enumerate(runs):

@@ -11,9 +11,10 @@ an untuned baseline proves nothing. The search has seed 0, which is not reported
 flatters it. A table of eleven comparisons may contain a small p by chance, so each p is followed by its value after
 Holm's correction for all comparisons of the table.
 
-The learning rate always falls to a tenth of its peak. A run folder is named after the run's settings, so studies share
-runs, and the same command skips finished runs and resumes stopped ones. Protocol: Apertus report (arXiv 2509.14233)
-sec. 2.4, Table 3, which has one run for each arm; here the seeds show how much a difference means.
+The learning rate always falls to a tenth of its peak. A run folder is named after the run's settings and the code that
+trains it, so studies share runs, the same command skips finished runs and resumes stopped ones, and after a change of
+model.py it trains all runs again, next to the old ones. Protocol: Apertus report (arXiv 2509.14233) sec. 2.4, Table 3,
+which has one run for each arm; here the seeds show how much a difference means.
 
 $ python -m studies.ablate swiglu xielu           # two or more arms: five minutes, a table, a plot, and a conclusion
 $ python -m studies.ablate adamw ademamix --seeds=5
@@ -31,6 +32,7 @@ if __name__ == "__main__" and not __package__:
 
 import glob
 import math
+import os
 import shlex
 import statistics
 import tomllib
@@ -43,7 +45,7 @@ import configurator
 import train
 from data import read_meta
 from engine import checkpoint, plot
-from engine.files import read_text, sha256_of
+from engine.files import read_json, read_text, sha256_of
 from engine.intervals import student
 from papers import structured_ffn
 from studies import kit
@@ -138,12 +140,13 @@ def choose_study():
 # runs
 
 
-def plan_run(study, arm, lr, seed):
+def plan_run(study, sources, arm, lr, seed):
     """
-    The folder of a run, named after all of its settings and its data, and its command: a list of script and arguments.
+    The folder of a run, named after all of its settings and its data, then after its sources, and its command: a list
+    of script and arguments.
 
-    All runs have the same number of tokens, so the clock ends none of them. ValueError for a setting that the script
-    does not have or a value of another type.
+    sources: {script: its kit.read_sources()}. All runs have the same number of tokens, so the clock ends none of them.
+    ValueError for a setting that the script does not have or a value of another type.
     """
     arm_args = study["arms"][arm].split()
     script = "papers.structured_ffn" if any(arg.startswith("--ffn=") for arg in arm_args) else "train"
@@ -153,7 +156,7 @@ def plan_run(study, arm, lr, seed):
     spaces = [dict(vars(space)) for space in SCRIPTS[script]]           # copies, which configure() changes
     configurator.configure(spaces, args)
     settings = configurator.settings(*spaces)
-    return f"{runs}/{sha256_of([settings, read_meta(data)])[:10]}", [script, *args]
+    return f"{runs}/{sha256_of([settings, read_meta(data)])[:10]}-{sha256_of(sources[script])[:6]}", [script, *args]
 
 
 def count_parameters(folder):
@@ -170,18 +173,41 @@ def count_parameters(folder):
     return total
 
 
-def train_all(study, wanted, bar):
+def report_changes(commands, sources):
+    """
+    Print a line if runs with the same settings are there that other sources have trained.
+
+    commands: {folder: command}; sources: {script: its kit.read_sources()}.
+    """
+    earlier = {}
+    for folder, (script, *_) in commands.items():
+        records = glob.glob(f"{folder.rpartition('-')[0]}-*.json")
+        if records and f"{folder}.json" not in records:
+            newest = read_json(max(records, key=os.path.getmtime))
+            earlier[folder] = kit.list_changes(sources[script], newest["sources"])
+    if earlier:
+        tqdm.write(f"{', '.join(sorted({*earlier.values()}))} changed after {len(earlier)} of these runs: "
+                   f"they are trained again, and the old ones stay in {runs}")
+
+
+def train_all(study, sources, wanted, bar):
     """
     Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the rows of runs.jsonl in order:
     tokens and val_bpb have one entry for each validation, in bits per byte.
 
-    ValueError if a setting does not exist, before the first run, or if a script fails; finished runs stay finished.
+    ValueError if a setting does not exist, before the first run, if a script fails, or if its sources change while the
+    study runs; finished runs stay finished.
     """
-    plan = [plan_run(study, *run) for run in wanted]
+    plan = [plan_run(study, sources, *run) for run in wanted]
     # Two arms may want the same run, and two processes must not write into one folder.
     commands = dict(plan)
+    report_changes(commands, sources)
     for _ in kit.in_parallel(jobs, kit.train, commands, commands.values()):
         bar.update()
+    for folder, (script, *_) in commands.items():
+        # The hashes that kit.train() took as the run began.
+        if changes := kit.list_changes(sources[script], read_json(f"{folder}.json")["sources"]):
+            raise ValueError(f"{changes} changed while the study ran: give the same command again")
     rows = []
     for (arm, lr, seed), (folder, _) in zip(wanted, plan):
         entries = [entry for entry in plot.entries(folder) if "val_bpb" in entry]
@@ -204,13 +230,15 @@ def final_bpb(run):
 def run_study(study):
     """Search each arm's learning rate, then train the reported seeds at it. Returns the rows of runs.jsonl."""
     arms, lrs = study["arms"], study["lrs"]
+    sources = {script: kit.read_sources(script) for script in SCRIPTS}
     search = [(arm, lr, 0) for lr in lrs for arm in arms if len(lrs) > 1]
     reported = [(arm, seed) for seed in range(1, study["seeds"] + 1) for arm in arms]
     with tqdm(desc=study["name"], total=len(search + reported), unit="run", delay=1) as bar:
-        searched = train_all(study, search, bar)
+        searched = train_all(study, sources, search, bar)
         # Sorted from the worst to the best: of each arm's rates the dict keeps the last, which is the best.
         best = {row["arm"]: row["lr"] for row in sorted(searched, key=final_bpb, reverse=True)}
-        return searched + train_all(study, [(arm, best.get(arm, lrs[0]), seed) for arm, seed in reported], bar)
+        chosen = [(arm, best.get(arm, lrs[0]), seed) for arm, seed in reported]
+        return searched + train_all(study, sources, chosen, bar)
 
 
 # -----------------------------------------------------------------------------
@@ -222,15 +250,17 @@ def summarise(rows):
     A dict for each arm, a line of table.md. The first arm is the baseline.
 
     bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
-    seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * if it is the lowest or the
-    highest that was tried, so a better one may lie beyond. curve: means of the n validations, (n,). tokens_to_loss: the
-    share of the tokens after which the lowest validation so far reaches the baseline's last one, by interpolation.
+    seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * and `edge` is a word if it is the
+    lowest or the highest that was tried, so a better one may lie beyond. curves: (seeds, n), of n validations.
+    tokens_to_loss: the share of the tokens after which the lowest validation of their mean so far reaches the
+    baseline's last one, by interpolation.
     """
     table = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         rates = [row["lr"] for row in rows if row["arm"] == arm]
         runs = [row for row in rows if row["arm"] == arm and row["seed"]]
         tokens, lr = runs[0]["tokens"], rates[-1]
+        edges = {min(rates): "lowest", max(rates): "highest"} if len({*rates}) > 1 else {lr: "only"}
         curves = np.array([run["val_bpb"] for run in runs], float)      # (seeds, n)
         curve = curves.mean(0)
         lowest = np.minimum.accumulate(curve)
@@ -239,13 +269,14 @@ def summarise(rows):
             base, goal = ends, curve[-1]
         table.append(runs[0] | dict(
             against="" if table else "baseline",
-            lr=f"{lr:g}{'' if min(rates) < lr < max(rates) else '*'}",
+            lr=f"{lr:g}{'*' if lr in edges else ''}",
+            edge=edges.get(lr, ""),
             seeds=len(runs),
             bits_per_byte=kit.interval(ends, 4, statistics.stdev),
             differences=ends - base,        # by seed: the rows of each arm are in the order of seeds
             student=student(ends - base),
             tokens_to_loss=f"{np.interp(-goal, -lowest, tokens) / tokens[-1]:.0%}" if lowest[-1] <= goal else "never",
-            curve=curve,
+            curves=curves,
             total=tokens[-1],
             seconds=statistics.fmean(run["seconds"] for run in runs)))
     return table
@@ -266,6 +297,12 @@ def table_md(table):
             f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['total']:,} tokens: "
             f"{conclude(row['arm'], table[0]['arm'], difference, half, p_holm)} bits per byte.")
     return HEAD + "".join(map(ROW.format_map, table))
+
+
+def list_edges(table):
+    """A sentence for each row of summarise() whose learning rate has none that was tried on both sides."""
+    return [f"{row['arm']}: {row['lr'].strip('*')} is the {row['edge']} learning rate that was tried, so a better one "
+            "may lie beyond: name more with --lrs." for row in table if row["edge"]]
 
 
 def conclude(arm, baseline, difference, half, p_holm):
@@ -301,22 +338,25 @@ def main():
         kit.write_rows(f"{folder}/runs.jsonl", run_study(study))
     baseline, *others = rows = summarise(kit.read_rows(f"{folder}/runs.jsonl"))
     table = table_md(rows)
-    if study["reading"]:
+    # The reading is that of the committed runs, and these are new.
+    if study["reading"] and report:
         conclusions = [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
     else:
-        conclusions = [row["conclusion"] for row in others]
+        conclusions = [row["conclusion"] for row in others] + list_edges(rows)
     kit.publish(f"{folder}/table.md", PAGE.format(**study, table=table, conclusion="\n\n".join(conclusions)))
     kit.plot_intervals(
         f"{folder}/plot.png",
         {row["arm"]: row["differences"] for row in others},
         f"bits per byte above {baseline['arm']} (less is better)",
         0)
+    label, unit = plot.unit_of_tokens(baseline["tokens"][-1])
     kit.plot_curves(
         f"{folder}/curves.png",
-        baseline["tokens"],
-        {row["arm"]: row["curve"] for row in rows},
-        "tokens",
-        "validation, bits per byte")
+        np.array(baseline["tokens"]) / unit,
+        {row["arm"]: row["curves"] for row in rows},
+        label,
+        "validation, bits per byte\n(line: mean; band: all seeds)")
+    print(f"wrote {folder}/table.md, plot.png and curves.png")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@ The common part of the studies: runs in parallel processes, rows of JSON, differ
 
 A study is a question, a few arms, some seeds and a measure. It trains one model for each arm and seed, in a folder
 whose name is a hash of the run's settings. So the same command skips finished runs and resumes stopped ones, and a run
-is never mistaken for one with other settings. Each run ends in a row, a line of JSON; table and plot are made from the
-committed rows alone.
+is never mistaken for one with other settings, or one trained by other code. Each run ends in a row, a line of JSON;
+table and plot are made from the committed rows alone.
 
     d_s = measure (arm, seed s) - measure (baseline, seed s),      mean d +- t(n - 1) sd d / sqrt(n)
 
 Sources: engine/intervals.py; Holm, Scandinavian Journal of Statistics 6 (1979).
 """
 
+import ast
+import functools
 import itertools
 import json
 import os
@@ -26,8 +28,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from configurator import ROOT
 from engine import plot
-from engine.files import make_folder, read_json, read_text, write_flushed
+from engine.files import make_folder, read_json, read_text, sha256_of, write_flushed
 from engine.intervals import student
 
 # -----------------------------------------------------------------------------
@@ -40,21 +43,63 @@ def command(script, args):
     return f"python {program} {shlex.join(args)}"
 
 
+@functools.cache
+def parse_source(text):
+    """The hash of a Python source without comments and layout, and the modules that it may import."""
+    tree, modules = ast.parse(text), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return sha256_of(ast.unparse(tree)), modules
+
+
+def read_sources(script, *args):
+    """
+    {file: hash} of a script, of the config files among its arguments, and of the files of this project that these
+    import, directly or not.
+    """
+    sources = {}
+    modules = [script, *(arg.removesuffix(".py") for arg in args)]
+    for module in modules:                          # which grows in the loop
+        file = f"{module.replace('.', '/')}.py"
+        if file not in sources and os.path.exists(f"{ROOT}/{file}"):
+            sources[file], imported = parse_source(read_text(f"{ROOT}/{file}"))
+            modules += imported
+    return sources
+
+
+def list_changes(sources, others):
+    """The first files of read_sources() that are missing in `others` or have another hash there, as a text."""
+    files = sorted(file for file in sources if sources[file] != others.get(file))
+    return ", ".join(files[:3] + [f"{len(files) - 3} more"] * (len(files) > 3))
+
+
 def call(path, done, script, *args, device=None):
     """
     Run `python -m script args...` in a process of its own, unless the file `done`, the last that it writes, exists.
 
-    Its output goes to PATH.txt, its arguments and seconds to PATH.json. It has $OMP_NUM_THREADS threads, or one,
-    because several runs share the machine. device: the only GPU that it may see; None = all. ValueError with its last
-    line if it fails or is stopped, or if it was run with other arguments before.
+    Its output goes to PATH.txt, its arguments, hashes of its sources and its seconds to PATH.json. It has
+    $OMP_NUM_THREADS threads, or one, because several runs share the machine. device: the only GPU that it may see; None
+    = all. ValueError with its last line if it fails or is stopped, or if the folder of `done` was made with other
+    arguments or by other sources.
     """
-    record = f"{path}.json"
+    record, folder = f"{path}.json", os.path.dirname(done)
+    origin = dict(args=list(args), sources=read_sources(script, *args))
+    if os.path.exists(record) and os.path.exists(folder):
+        before = read_json(record)
+        if before["args"] != origin["args"]:
+            raise ValueError(f"{folder} was made with other settings ({record}): delete it, or name another --out")
+        if changes := list_changes(origin["sources"], before.get("sources", {})):
+            raise ValueError(f"{folder} was made before a change of {changes}: delete it, or name another --out")
     if not os.path.exists(done):
         start = time.perf_counter()
         env = {"OMP_NUM_THREADS": "1", **os.environ}
         if device:
             env["CUDA_VISIBLE_DEVICES"] = device
         write(f"{path}.txt", "")
+        write(record, json.dumps(origin))
         with open(f"{path}.txt", "r+", encoding="utf-8", errors="replace") as f:
             code = subprocess.run([sys.executable, "-m", script, *args], stdout=f, stderr=f, env=env).returncode
             f.seek(0)
@@ -62,10 +107,7 @@ def call(path, done, script, *args, device=None):
         if code or not os.path.exists(done):
             raise ValueError(f"{command(script, args)} ended with code {code}: {last} ({path}.txt). "
                              "If it was stopped, give the same command again")
-        write(record, json.dumps(dict(args=args, wall=round(time.perf_counter() - start))))
-    if os.path.exists(record) and read_json(record)["args"] != list(args):
-        raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): "
-                         "delete it, or name another --out")
+        write(record, json.dumps(origin | dict(wall=round(time.perf_counter() - start))))
 
 
 def train(folder, command, device=None):
@@ -220,10 +262,15 @@ def plot_curves(path, x, curves, xlabel, ylabel, xscale="linear"):
     """
     Write a PNG with a line for each curve.
 
-    curves: {label: y}, each as long as x or shorter. xscale: linear or log.
+    curves: {label: y}, each as long as x or shorter; of (seeds, n) the line is the mean, and a band from the lowest to
+    the highest seed is around it. xscale: linear or log.
     """
     with picture(path, 7, 4) as axis:
         for label, y in curves.items():
-            axis.plot(x[:len(y)], y, label=label)
+            seeds = np.atleast_2d(y)
+            shown = x[:seeds.shape[1]]
+            [line] = axis.plot(shown, seeds.mean(0), label=label)
+            if len(seeds) > 1:
+                axis.fill_between(shown, seeds.min(0), seeds.max(0), color=line.get_color(), alpha=0.2)
         axis.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale)
         axis.legend()

@@ -1,6 +1,9 @@
 """ablate.py and kit.py: statistics against scipy, R and closed forms, a small study, and the committed studies."""
 
+import json
 import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,11 +79,20 @@ def small_model_parameters(runs):
     return convert.load_any(str(first))[0].num_params()
 
 
+def test_a_folder_that_other_code_has_made_is_not_reused(tmp_path):
+    old = dict(args=[f"--out={tmp_path}/run", "--resume"], sources={})
+    kit.write(f"{tmp_path}/run.json", json.dumps(old))
+    kit.write(f"{tmp_path}/run/summary.json", "")
+    with pytest.raises(ValueError, match=r"before a change of ademamix.py, .* more: delete it"):
+        kit.train(f"{tmp_path}/run", ["train"])
+
+
 def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch):
     """
     Two arms, two seeds, two rates and 4 steps: reported seeds use the rate with the lower loss in their arm's search.
 
-    train.py runs in this process, which saves eight imports of torch.
+    Then the sources change: a comment trains nothing, a formula all runs, and one amid the study ends it. train.py runs
+    in this process, which saves twelve imports of torch.
     """
     shorter = "total_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n"
     (tmp_path / "size.py").write_text(read_text(f"{ROOT}/configs/tiny.py") + shorter)
@@ -94,9 +106,16 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
         "--lrs=1e-3,3e-3",
     )
     calls = []
+    model = tmp_path / "code" / "model.py"
+    for file in kit.read_sources("papers.structured_ffn"):
+        (model.parent / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(ROOT, file), model.parent / file)
+    monkeypatch.setattr(kit, "ROOT", str(model.parent))
 
     def in_process(command, stdout, **_):
         calls.append(command[2])
+        if len(calls) == 10:
+            model.write_text(model.read_text() + "c = 3\n")
         done = script("train", *command[3:])
         stdout.write(done.stderr)
         return done
@@ -108,11 +127,19 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
     results = tmp_path / "gelu-relu2"
     assert set(os.listdir(results)) == {"runs.jsonl", "table.md", "plot.png", "curves.png"}
     assert "2 seeds, " in done.stdout and "8/8" in done.stderr
+    assert "learning rate that was tried, so a better one may lie beyond" in done.stdout
+    assert done.stdout.endswith(f"wrote {results}/table.md, plot.png and curves.png\n")
     for arm in ("gelu", "relu2"):
         low, high, *reported = [row for row in kit.read_rows(results / "runs.jsonl") if row["arm"] == arm]
         best = min(low, high, key=ablate.final_bpb)["lr"]
         assert [(row["seed"], row["lr"]) for row in reported] == [(1, best), (2, best)]
         assert {row["parameters"] for row in reported} == {small_model_parameters(tmp_path / "runs")}
+    model.write_text(model.read_text() + "# a comment\n")
+    assert script("studies.ablate", "gelu", "relu2", *flags).returncode == 0 and len(calls) == 8
+    model.write_text(model.read_text() + "b = 2\n")
+    done = script("studies.ablate", "gelu", "relu2", *flags)
+    assert "model.py changed after 4 of these runs: they are trained again" in done.stdout and len(calls) == 12
+    assert done.returncode == 2 and "model.py changed while the study ran" in done.stderr
 
 
 def test_each_arm_of_each_committed_study_is_a_run_of_its_own(data, monkeypatch):
@@ -127,7 +154,7 @@ def test_each_arm_of_each_committed_study_is_a_run_of_its_own(data, monkeypatch)
     assert f"--data={data}" in other["command"]
     for name, study in STUDIES.items():
         study = ablate.STUDY | study
-        plans = {arm: ablate.plan_run(study, arm, 1e-3, 1) for arm in study["arms"]}
+        plans = {arm: ablate.plan_run(study, dict.fromkeys(ablate.SCRIPTS), arm, 1e-3, 1) for arm in study["arms"]}
         assert len(dict(plans.values())) == len(plans)
         structured = {arm for arm, (_, command) in plans.items() if command[0] == "papers.structured_ffn"}
         assert structured == (plans.keys() - {"dense"} if name == "structured" else set())

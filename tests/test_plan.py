@@ -1,6 +1,7 @@
 """tools/plan.py against arithmetic, and the tables of docs/ against its output."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,29 @@ def planned(mode, command):
     return plan.plan_run(run, model, mode), model
 
 
+def plan_of_4090s():
+    return plan.describe_plan(*plan.read_command("3b --gpus=8 --gpu=4090"))
+
+
 @pytest.mark.parametrize(
     "table, lines",
-    [(plan.table_of_fits, 7), (plan.table_of_cards, 2), pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow)],
+    [
+        (plan_of_4090s, 19),
+        (plan.table_of_fits, 7),
+        (plan.table_of_cards, 2),
+        pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow),
+    ],
 )
 def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
     """Of the table of cards only the line of the 8B: the 70B's 80 layers take seconds."""
     pages = "".join(page.read_text() for page in Path(ROOT, "docs").glob("*.md"))
     assert "\n".join(itertools.islice(table(), lines)) in pages
+
+
+def test_a_small_plan_has_no_zeros_and_each_setting_a_meaning():
+    lines = "".join(plan.describe_plan(*plan.read_command("laptop --vocab_size=4096 --gpus=1 --gpu=4090")))
+    assert "0.97M parameters" in lines and "0.1 seconds" in lines
+    assert not re.search(r"(?m)^  --\S+ *$", run("tools.plan", "--help").stdout)
 
 
 @pytest.mark.parametrize("mode, again", [("none", 0), ("selective", 4096 * 21504), ("full", 4096 * 53_248)])
@@ -82,7 +98,7 @@ def test_the_window_is_that_of_the_start_model_unless_the_user_sets_it(monkeypat
         ("8b --gpus=1 --gpu=h200", "--gpus=2 --parallel=fsdp, or --state_dtype=bfloat16"),
         ("70b --gpus=8", "--gpus=32 --parallel=fsdp"),
         ("sft_8b --gpus=1 --gpu=4090", "--lora_r=16 --base=bf16"),
-        ("1b5 --gpus=1 --gpu=4090", "--gpu=a100"),
+        ("1b5 --gpus=1 --gpu=4090", "--gpus=2 --parallel=fsdp"),
     ],
 )
 def test_what_does_not_fit_exits_with_2_and_flags_with_which_it_does(command, flags):

@@ -6,6 +6,7 @@ from conftest import refused, script
 from corpora import write_lines
 
 from engine import plot
+from studies import kit
 
 STEPS = [dict(step=i, tokens=10**6 * i, loss=3 - i / 10, grad_norm=None if i == 4 else 1.0) for i in range(10)]
 
@@ -19,9 +20,9 @@ def drawn(monkeypatch):
     plot.pyplot().close("all")
 
 
-def run(folder, entries=STEPS, data_hash="same", size=100, bpb=1.5):
+def run(folder, entries=STEPS, data_hash="same", size=100, bpb=1.5, tokens=9 * 10**6):
     """A run folder with these log entries and a validation. size: bytes of its data's validation text."""
-    entries = [*entries, dict(step=9, tokens=9 * 10**6, val_bpb=bpb, seconds=120.0)]
+    entries = [*entries, dict(step=9, tokens=tokens, val_bpb=bpb, seconds=120.0)]
     folder.mkdir()
     write_lines(folder / "log.jsonl", entries)
     write_lines(folder / "config.json", [dict(data_hash=data_hash, data=str(folder))])
@@ -38,6 +39,20 @@ def test_each_panel_has_the_numbers_of_the_logs_and_names_the_last_beside_the_co
     assert loss.lines[2].get_xydata() == pytest.approx(np.array([[i, 3 - i / 10] for i in range(10)]))
     assert [axis.get_xlabel() for axis in drawn[0].axes] == 3 * ["million tokens"] + ["minutes"]
     assert {line.get_label(): line.get_color() for line in bpb.lines} == {"0 1.5": "C0", "2 1.1": "C2"}
+
+
+def test_a_run_of_less_than_a_million_tokens_is_drawn_over_thousands(tmp_path, drawn):
+    plot.curves([run(tmp_path / "a", [], tokens=9_000)], "a.png", dict(val_bpb="bpb"))
+    (axis,) = drawn[0].axes
+    assert (axis.get_xlabel(), axis.lines[0].get_xdata()) == ("thousand tokens", [9])
+
+
+def test_the_curves_of_a_study_have_a_band_from_the_lowest_to_the_highest_seed(drawn):
+    kit.plot_curves("a.png", [10, 20], dict(one=[1, 2], three=[[1, 2], [2, 4], [6, 3]]), "x", "y")
+    (axis,) = drawn[0].axes
+    assert [line.get_ydata().tolist() for line in axis.lines] == [[1, 2], [3, 3]]
+    (band,) = axis.collections
+    assert {*map(tuple, band.get_paths()[0].vertices)} == {(10, 1), (10, 6), (20, 2), (20, 4)}
 
 
 def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(tmp_path, drawn):

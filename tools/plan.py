@@ -10,12 +10,12 @@ Does it fit, and how long does it take? Pretraining on thousands of GPUs or fine
 
 So tokens per GPU and micro-batch decide whether compute hides the links, and memory decides how many tokens there may
 be. NCCL's rings let the GPUs of a node share their links: if nccl-tests measures more, set --net_gbs to that.
-A run that does not fit exits with code 2 and names flags with which it does. The row `shards` is how many GPUs share a
-copy of the weights, as a run chooses it; `fits` is the largest micro-batch, 0 if none fits; compute_s and links_s are
-seconds of a micro-batch.
+A plan is a table with a column for each --recompute, and the flags of the fastest that fits. A run that does not fit
+exits with code 2 and names flags with which it does.
 
 $ python -m tools.plan configs/70b.py --gpus=512 --gpu=h100
 $ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
+$ python -m tools.plan configs/3b.py --gpus=4 --gpu=4090
 $ python -m tools.plan configs/sft_8b.py --gpus=1 --gpu=4090 --lora_r=16 --base=nf4
 $ python -m tools.plan --cards          # the table of cards of docs/posttraining.md
 $ python -m tools.plan --long           # the table of how many GPUs hold windows of 8k to 64k
@@ -42,10 +42,10 @@ from posttrain import qrpo, sft
 from posttrain.start import check_base
 
 gpus = 8                   # number of GPUs
-gpu = "h100"               # a100 | h100 | h100-pcie | h100-nvl | h200 | gh200 | b200 | l40s | 4090 (last two: 1 GPU)
+gpu = "h100"               # a100 | h100 | h100-pcie | h100-nvl | h200 | gh200 | b200 | l40s | 4090 (last two: one node)
 mfu = 0.40                 # share of the peak that a GPU reaches, waits and recomputation aside (Apertus: 0.32 - 0.34)
-node_gbs = 0.0             # GB/s per GPU, inside a node; 0 = the table's
-net_gbs = 0.0              # GB/s per GPU, between nodes; 0 = the table's
+node_gbs = 0.0             # GB/s per GPU, inside a node; 0 = that of engine/hardware.py
+net_gbs = 0.0              # GB/s per GPU, between nodes; 0 = that of engine/hardware.py
 cards = False              # print which models can be fine-tuned on which card, and stop
 fits = False               # print the table of six commands and the memory that each takes, and stop
 long = False               # print the table of the fewest GPUs for windows of 8k to 64k, and stop
@@ -64,6 +64,22 @@ def copy_settings(*scripts):
 # of the run that they plan as `run`, a dict.
 OF_RUN = [ApertusConfig(**vars(train.shape)), *copy_settings(train, sft, qrpo)]
 DEFAULTS = settings(globals(), *OF_RUN)
+# {key of plan_run(): its row in the table, with the unit}
+ROWS = dict(
+    weights="weights, GB of a GPU",
+    gradients="gradients, GB",
+    states="optimizer states, GB",
+    activations="activations, GB",
+    temporary="loss or one block, GB",
+    beyond="CUDA and gaps, GB",
+    total="total, GB",
+    shards="GPUs that share the weights",
+    fits="windows in memory at once",
+    tokens="their tokens on a GPU",
+    compute_s="their compute, seconds",
+    links_s="their links, seconds",
+    tokens_per_s="tokens/s of all GPUs",
+    days="the whole run")
 
 
 # -----------------------------------------------------------------------------
@@ -116,8 +132,9 @@ def check(run, config):
     gpu, gpus, P = run["gpu"], run["gpus"], run["sequence_parallel"]
     if gpu not in GPUS:
         raise ValueError(f"gpu={gpu!r}: there is {', '.join(GPUS)}")
-    if gpus > 1 and not GPUS[gpu].node_gbs:
-        raise ValueError(f"gpu={gpu} has no link to others: take --gpus=1, or --gpu=h100")
+    if gpus > GPUS[gpu].per_node and not (run["net_gbs"] or GPUS[gpu].net_gbs):
+        raise ValueError(f"gpus={gpus}: a node has {GPUS[gpu].per_node} of {gpu}, and no network is usual between such "
+                         f"nodes: name its GB/s for each GPU with --net_gbs, or take --gpus={GPUS[gpu].per_node}")
     if not 0 < run["mfu"] <= 1:
         raise ValueError(f"mfu={run['mfu']}: want a share of the peak, between 0 and 1")
     if run["parallel"] not in CHOICES["parallel"]:
@@ -222,20 +239,50 @@ def flags_that_fit(run, config):
     return ", or ".join(texts) or "a shorter window"
 
 
-def print_plan(run, config):
-    """The plan of a run as a table, with a column for each mode of recomputation, and the flags of the fastest."""
+def format_count(n):
+    """A number of parameters for people: 8.05B, 0.64B, 16.84M."""
+    unit, size = next((unit for unit in (("B", 1e9), ("M", 1e6)) if n >= unit[1] / 10), ("k", 1e3))
+    return f"{n / size:.2f}{unit}"
+
+
+def format_days(days):
+    """A duration for people."""
+    units = ("days", 1), ("hours", 24), ("minutes", 1440)
+    unit, per_day = next((unit for unit in units if days * unit[1] >= 2), ("seconds", 86400))
+    return f"{days * per_day:,.1f} {unit}"
+
+
+def format_cell(key, plan):
+    """A cell of the table. Of a plan that does not fit, the rows of memory have numbers."""
+    value, fits = plan[key], plan["fits"]
+    if key == "fits" and not fits:
+        return "does not fit"
+    if key in ("tokens", "compute_s", "links_s", "tokens_per_s", "days") and not fits:
+        return "-"
+    if key == "days":
+        return format_days(value)
+    if value >= 1000 or type(value) is int:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if value >= 0.01 or not value else f"{value:.1g}"
+
+
+def describe_plan(run, config):
+    """
+    The lines of a plan: the run, a table with a column for each mode of recomputation, and the flags of the fastest.
+    ValueError after the table if nothing fits.
+    """
     check(run, config)
     model = build_model(run, config)
     gpu = GPUS[run["gpu"]]
     adapters = f", adapters on a base in {run['base']}" if run["lora_r"] else ""
-    print(f"{model.num_params() / 1e9:.2f}B parameters, {count_trained(model) / 1e6:,.1f}M of them trained, "
-          f"{config.vocab_size:,} ids{adapters}; {run['batch_size']} x {config.block_size} tokens per step, "
-          f"on {run['gpus']} x {run['gpu']} of {format_gb(gpu.memory)} GB, {run['sequence_parallel']} to a window; "
-          f"at {run['mfu']:.0%} of the peak\n")
+    yield (f"{format_count(model.num_params())} parameters, {format_count(count_trained(model))} of them trained, "
+           f"{config.vocab_size:,} ids{adapters}; {run['batch_size']:,} x {config.block_size:,} tokens per step")
+    yield (f"{run['gpus']:,} x {run['gpu']} of {format_gb(gpu.memory)} GB, {run['sequence_parallel']} to a window; "
+           f"at {run['mfu']:.0%} of the peak")
     plans = {mode: plan_run(run, model, mode) for mode in MODES}
-    print(f"{'GB, recompute':14}" + "".join(f"{mode:>14}" for mode in MODES))
-    for row in plans["none"]:
-        print(f"{row:14}" + "".join(f"{plan[row]:14,.2f}" for plan in plans.values()))
+    yield f"\n{'--recompute=':28}" + "".join(f"{mode:>15}" for mode in MODES)
+    for key in plans["none"]:
+        yield f"{ROWS[key]:28}" + "".join(f"{format_cell(key, plan):>15}" for plan in plans.values())
 
     fitting = [mode for mode in MODES if plans[mode]["fits"]]
     if not fitting:
@@ -243,11 +290,11 @@ def print_plan(run, config):
                          f"{format_gb(gpu.memory)}: take {flags_that_fit(run, config)}")
     mode = max(fitting, key=lambda mode: plans[mode]["tokens_per_s"])
     best = plans[mode]
-    print(f"\n-> --parallel={run['parallel']} --recompute={mode} --micro_batch={best['fits']}")
+    yield f"\n-> --parallel={run['parallel']} --recompute={mode} --micro_batch={best['fits']}"
     if best["links_s"] > best["compute_s"]:
-        print("-> communication-bound: the links take longer than the compute that hides them. Take --parallel=hsdp "
-              "where a node holds the model, else tensor and pipeline parallelism (github.com/pytorch/torchtitan; "
-              "Apertus: TP 4, PP 8 at 4,096 GPUs)")
+        yield ("-> communication-bound: the links take longer than the compute that hides them. Take --parallel=hsdp "
+               "where a node holds the model, else tensor and pipeline parallelism (github.com/pytorch/torchtitan; "
+               "Apertus: TP 4, PP 8 at 4,096 GPUs)")
 
 
 # -----------------------------------------------------------------------------
@@ -314,7 +361,8 @@ def main(set_by_user):
     elif long:
         print(*table_of_windows(), sep="\n")
     else:
-        print_plan(run, shape_of(run, set_by_user))
+        for line in describe_plan(run, shape_of(run, set_by_user)):
+            print(line)
 
 
 if __name__ == "__main__":
