@@ -79,11 +79,13 @@ WRONG = """
     --steps=open('.')    | --steps=open('.'): want a whole number, such as 10
     --fast=1             | --fast=1: want True or False, such as False
     --betas=1            | --betas=1: want a list, such as (0.9, 0.99)
-    nonsense             | no config file 'nonsense' here or in configs/
+    9b.py                | no config file '9b.py' here or in configs/, did you mean 8b, 3b?
     typo.py              | typo.py: there is no setting 'stepps', did you mean 'steps'?
     type.py              | type.py: steps=many: want a whole number, such as 10
     set.py               | set.py: betas={0.9}: want a list, such as (0.9, 0.99)
     annotated.py         | annotated.py, line 2: `lr: 0.001` sets nothing: want NAME = VALUE
+    torn.py              | torn.py, line 2: SyntaxError: '(' was never closed
+    name.py              | name.py, line 1: NameError: name 'x' is not defined
     --rate=1             | --rate is now called --lr
     rate.py              | rate.py: rate is now called lr
     --slow               | --slow was removed: use a smaller --lr
@@ -98,7 +100,8 @@ def test_what_cannot_be_used_is_an_error_of_one_line(tmp_path, monkeypatch, row)
     monkeypatch.setattr(configurator, "RENAMED", dict(rate="lr"))
     monkeypatch.setattr(configurator, "REMOVED", dict(slow="use a smaller --lr"))
     files = dict(typo="stepps = 3", type="steps = 'many'", set="betas = {0.9}", annotated="lr: float = 2\nlr: 1e-3")
-    for name, text in (files | dict(rate="rate = 1", slow="slow = True")).items():
+    files |= dict(rate="rate = 1", slow="slow = True", torn="\nlr = (1", name="lr = x")
+    for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     arg, says = map(str.strip, row.split(" | "))
     with pytest.raises(ValueError) as error:

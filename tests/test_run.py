@@ -77,6 +77,12 @@ def test_a_stop_between_two_micro_batches_saves_the_weights_before_the_step(tmp_
     assert steps(run) == [2, END]
 
 
+def test_ctrl_c_says_what_is_on_disk(tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", lambda: signal.raise_signal(signal.SIGINT), at=(2, 0))
+    assert "run: interrupted after 2 steps, 0 of them on disk; --resume continues\n" in capsys.readouterr().out
+
+
 def test_a_stop_in_the_first_step_saves_nothing(tmp_path):
     train(tmp_path / "run", lambda: (tmp_path / "run" / "stop").touch(), at=(0, 1))
     assert steps(tmp_path / "run") == []
