@@ -60,13 +60,13 @@ def must_match(settings):
     return {name: settings[name] for name in sorted(settings.keys() - free)}
 
 
-def announce(n_items, items, steps, settings):
+def announce(n_items, items, steps):
     """Print how many items (their name, plural) and steps a run has, and a warning if the steps are too few."""
     print(f"{n_items} {items}, {steps} step{'s' * (steps != 1)}")
     if steps < FEW_STEPS:
         fitting = max(1, n_items // FEW_STEPS)
-        print(f"warning: fewer than {FEW_STEPS} steps hardly change a model: take --batch_size={fitting} or less, more "
-              f"--epochs than {settings['epochs']}, and for a small model more --lr than {settings['lr']}")
+        print(f"warning: fewer than {FEW_STEPS} steps hardly change a model: take --batch_size={fitting}, "
+              "more --epochs, and for a small model a higher --lr (docs/posttraining.md)")
 
 
 def finish(run, model):

@@ -392,7 +392,7 @@ def main():
             if dropped:
                 print(describe_dropped(dropped, len(prompts), "prompts"))
             print(*notes, sep="\n")
-            common.announce(len(all_pairs.sequences), "pairs", steps, settings)
+            common.announce(len(all_pairs.sequences), "pairs", steps)
         run.begin(steps, checkpoint, model.flops_per_token(all_pairs.window))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, model, opt, all_pairs, micro_batch_size)

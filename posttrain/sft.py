@@ -219,7 +219,7 @@ def main():
         if ranks.is_main:
             convert.remove_old_weights(out)
             convert.write_config(out, settings | dict(chat=True), shape, tok)
-            introduce(conversations, dropped, steps, settings)
+            introduce(conversations, dropped, steps)
         run.begin(steps, checkpoint, model.flops_per_token(window))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, model, opt, conversations, longest, micro_batch_size)
@@ -228,12 +228,12 @@ def main():
         conclude(run, summary)
 
 
-def introduce(conversations, dropped, steps, settings):
+def introduce(conversations, dropped, steps):
     """Print how large the run is. dropped: [[reason, place]] of the rows that are left out."""
     if dropped:
         print(describe_dropped(dropped, len(conversations), "conversations"))
     print(f"{conversations.tokens:,} tokens, {conversations.learnt:,} of them learnt")
-    common.announce(len(conversations), "conversations", steps, settings)
+    common.announce(len(conversations), "conversations", steps)
 
 
 def show_conversations():

@@ -120,7 +120,7 @@ def test_what_is_left_out_is_counted_by_kind_and_other_data_are_another_run(lab,
     write_rows(tmp_path / "rows.jsonl", [chat_row(user("hi"), assistant("ho")), odd, chat_row(user("a")), odd])
     said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--epochs=1")
     reasons = f"2 {chat.ODD} (first in line 2 of rows.jsonl); 1 no assistant turn (first in line 3 of rows.jsonl)\n"
-    few = "1 conversations, 1 step\nwarning: fewer than 20 steps hardly change a model: take --batch_size=1 or less,"
+    few = "1 conversations, 1 step\nwarning: fewer than 20 steps hardly change a model: take --batch_size=1,"
     assert f"left out 3 of 4 conversations: {reasons}" in said and few in said
     refused(script(*tuning(lab, tmp_path / "run", "--epochs=1", "--resume")), "is of another run: data_hash")
 
