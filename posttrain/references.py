@@ -6,7 +6,7 @@ killed anywhere, and runs with the same start model share the folder.
 
     references/HASH/                             HASH: of the start model, the data, the seed and the lengths
                     samples-N-0000000.json       N prompts per file: [[ids, ...] of each prompt]
-                    rewards-HASH-0000000.json    HASH: of the reward's file and function, or of its judge and charter
+                    rewards-HASH-0000000.json    HASH: of the reward's files and function, or of its judge and charter
                     logp-DTYPE-N-of-M-0000000.json    N of the M completions per file
 """
 
