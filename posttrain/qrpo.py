@@ -391,7 +391,8 @@ def main():
             convert.write_config(out, settings | dict(chat=True), shape, tok)
             if dropped:
                 print(describe_dropped(dropped, len(prompts), "prompts"))
-            print(*notes, f"{len(all_pairs.sequences)} pairs, {steps} step{'s' * (steps != 1)}", sep="\n")
+            print(*notes, sep="\n")
+            common.announce(len(all_pairs.sequences), "pairs", steps)
         run.begin(settings, steps, checkpoint, model.flops_per_token(all_pairs.window))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, model, opt, all_pairs, micro_batch_size)

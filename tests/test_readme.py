@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyarrow.json
@@ -19,6 +20,8 @@ import pytest
 from conftest import ROOT, script
 from corpora import rows as rows_of_a_corpus, write_lines
 
+import tokenizer
+from chat import learnable, prompt_ids
 from engine.runs import settings_of
 
 
@@ -132,6 +135,20 @@ def test_the_loop_goes_through_the_four_long_context_stages(small, tmp_path):
         start = f"out/8b-{L}"
         thetas.append(settings_of(tmp_path / f"8b-{L}")["rope_theta"])
     assert thetas == [1e6, 2e6, 4e6, 12e6]
+
+
+def test_docstrings_become_conversations_and_prompts(tmp_path, monkeypatch):
+    """By the Python of docs/posttraining.md."""
+    monkeypatch.chdir(tmp_path)
+    [block] = re.findall(r"```python\n(.*?)```", read("docs", "posttraining.md"), re.S)
+    exec(block, {})
+    tok = tokenizer.load("byte")
+    readers = {"conversations": partial(learnable, max_length=10**6), "prompts": prompt_ids}
+    kinds = [
+        {type(ids_of(tok, json.loads(line))) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()}
+        for name, ids_of in readers.items()
+    ]
+    assert kinds == [{tuple}, {list}]
 
 
 def test_every_local_file_that_a_page_names_exists():
