@@ -102,7 +102,7 @@ def small(lab, tmp_path, monkeypatch):
     "command",
     [
         pytest.param(
-            command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|ablate swiglu|lm_eval", command))
+            command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|ablate xielu|lm_eval", command))
         )
         for command in COMMANDS
     ],
