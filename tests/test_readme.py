@@ -101,9 +101,7 @@ def small(lab, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(
-            command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|lm_eval", command))
-        )
+        pytest.param(command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|lm_eval", command)))
         for command in COMMANDS
     ],
 )
