@@ -25,7 +25,7 @@ SETTINGS = ("run(", "run_script(", "settings(globals()")  # how a script hands o
 
 
 def product_files():
-    """The Python files outside of tests/ and configs/, tracked or new; without git, all in the project's own folders."""
+    """The Python files outside of tests/ and configs/, tracked or new; without git, all that are there."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "*.py"]
     names = subprocess.run(command, text=True, cwd=ROOT, capture_output=True).stdout.split()
     names = names or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")]
