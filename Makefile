@@ -60,8 +60,8 @@ test-all: test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m alone tests/test_lesson.py
 
-# On a GPU: does it compute what a CPU does, and how fast is it? The records of the races: out/bench. It installs nothing
-# if .venv or python3 has all packages, so it needs no network there
+# On a GPU: does it compute what a CPU does, and how fast is it? The records of the races: out/bench. Where .venv or
+# python3 has all packages it installs nothing, so it needs no network
 gpu:
 	@for python in $(PY) python3; do \
 		if $$python -c "import $(IMPORTS)" 2> /dev/null; then exec $(MAKE) gpu-race PY=$$python; fi; \

@@ -120,11 +120,14 @@ def name_in_table():
 
 def usage(flops):
     """
-    For the log: MFU, the model's FLOP/s as a share of this GPU's peak (None if the GPU is not in GPUS), and the peak
-    memory so far.
+    For the log: MFU, the model's FLOP/s as a share of this GPU's peak (None if the GPU is not in GPUS), and the peaks
+    of allocated memory and of the memory that torch reserves for it, gaps included.
     """
     name = name_in_table()
-    return dict(mfu=flops / GPUS[name].flops if name else None, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
+    return dict(
+        mfu=flops / GPUS[name].flops if name else None,
+        memory_gib=torch.cuda.max_memory_allocated() / 2**30,
+        reserved_gib=torch.cuda.max_memory_reserved() / 2**30)
 
 
 def memory_of(device):
