@@ -11,8 +11,10 @@ STUDY = activations
 BOOKS =
 KILLS = 500
 RUNS = 20
+# What the tests and races of a GPU import
+IMPORTS = matplotlib, numpy, pyarrow, pytest, safetensors, tiktoken, torch, tqdm, transformers
 
-.PHONY: train recipe align ablate memorize faults flakes test test-all gpu clean
+.PHONY: train recipe align ablate memorize faults flakes test test-all gpu gpu-race clean
 
 # Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20". A machine
 # with bf16 hardware reads over five million tokens in that time, enough for four layers: --n_layer=4
@@ -58,8 +60,14 @@ test-all: test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m alone tests/test_lesson.py
 
-# On a GPU: does it compute what a CPU does, and how fast is it? The records of the races: out/bench
-gpu: .venv/tests
+# On a GPU: does it compute what a CPU does, and how fast is it? The records of the races: out/bench. Where .venv or
+# python3 has all packages it installs nothing, so it needs no network
+gpu:
+	@for python in $(PY) python3; do \
+		if $$python -c "import $(IMPORTS)" 2> /dev/null; then exec $(MAKE) gpu-race PY=$$python; fi; \
+	done; $(MAKE) .venv/tests && $(MAKE) gpu-race
+
+gpu-race:
 	$(PY) -m pytest -q tests/test_cuda.py
 	$(PY) -m tools.bench train --device=cuda --threads=0 --impls="hf compile"
 	$(PY) -m tools.bench decode --device=cuda --threads=0 --preset=8b-stack

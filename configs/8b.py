@@ -1,6 +1,7 @@
 # Apertus 8B, the pretraining run (swiss-ai/pretrain-code submit_apertus_8b.sh). 8,053,338,176 parameters.
 #
-# Eight GPUs of 80 GB hold it in shards, two windows at a time. One GPU of 141 GB (H200) holds all of it with
+# Eight GPUs of 80 GB hold it in shards, two windows at a time, or with --recompute=cheap four, which is faster. One GPU
+# of 141 GB (H200) holds all of it with
 #
 #     --state_dtype=bfloat16 --recompute=selective --micro_batch=1 --eval_every=20
 #

@@ -90,6 +90,7 @@ class GPU(NamedTuple):
     """One model of GPU: FLOP/s by its vendor; links at about 80 and 90 % of the vendor's numbers, as measured."""
     flops: float              # bf16 FLOP/s of a dense matrix product
     memory: float             # bytes that torch reports; a card sold as 80 GB has 79.1 GiB
+    memory_gbs: float         # GB/s of its memory: 90 % of the vendor's number, which a copy reaches
     node_gbs: float           # GB/s of one GPU to the others of its node
     net_gbs: float            # GB/s of one GPU to other nodes; 0: no usual network
     per_node: int             # GPUs of a node
@@ -97,17 +98,17 @@ class GPU(NamedTuple):
 
 # {part of torch.cuda.get_device_name() in lower case: GPU}. A name that contains another comes first.
 GPUS = {
-    "a100":      GPU(312e12, 84.9e9, 240, 22, 8),
-    "h100-pcie": GPU(756e12, 84.9e9, 50, 22, 8),
-    "h100-nvl":  GPU(835e12, 99.9e9, 50, 22, 8),
-    "h100":      GPU(989e12, 84.9e9, 360, 45, 8),
-    "gh200":     GPU(989e12, 101.4e9, 360, 22, 4),
-    "h200":      GPU(989e12, 150.0e9, 360, 45, 8),
-    "b200":      GPU(2250e12, 191.4e9, 720, 45, 8),
+    "a100":      GPU(312e12, 84.9e9, 1835, 240, 22, 8),
+    "h100-pcie": GPU(756e12, 84.9e9, 1800, 50, 22, 8),
+    "h100-nvl":  GPU(835e12, 99.9e9, 3545, 50, 22, 8),
+    "h100":      GPU(989e12, 84.9e9, 3015, 360, 45, 8),
+    "gh200":     GPU(989e12, 101.4e9, 3600, 360, 22, 4),
+    "h200":      GPU(989e12, 150.0e9, 4320, 360, 45, 8),
+    "b200":      GPU(2250e12, 191.4e9, 7200, 720, 45, 8),
     # 24 GB/s is what NCCL counts on from PCIe 4.0 x16. The driver of a 4090 has no peer-to-peer: what it sends crosses
     # PCIe twice, through main memory.
-    "l40s":      GPU(362e12, 47.6e9, 24, 0, 8),
-    "4090":      GPU(165e12, 25.2e9, 12, 0, 8),
+    "l40s":      GPU(362e12, 47.6e9, 778, 24, 0, 8),
+    "4090":      GPU(165e12, 25.2e9, 907, 12, 0, 8),
 }
 
 
@@ -119,11 +120,14 @@ def name_in_table():
 
 def usage(flops):
     """
-    For the log: MFU, the model's FLOP/s as a share of this GPU's peak (None if the GPU is not in GPUS), and the peak
-    memory so far.
+    For the log: MFU, the model's FLOP/s as a share of this GPU's peak (None if the GPU is not in GPUS), and the peaks
+    of allocated memory and of the memory that torch reserves for it, gaps included.
     """
     name = name_in_table()
-    return dict(mfu=flops / GPUS[name].flops if name else None, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
+    return dict(
+        mfu=flops / GPUS[name].flops if name else None,
+        memory_gib=torch.cuda.max_memory_allocated() / 2**30,
+        reserved_gib=torch.cuda.max_memory_reserved() / 2**30)
 
 
 def memory_of(device):

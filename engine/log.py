@@ -57,8 +57,10 @@ class Log:
         """Log a finished step. tokens_in_step: of all ranks, padding included, from which the speed follows."""
         speed = tokens_in_step / seconds
         self.speeds.append(speed)
-        self.show(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
-        self.write(step, loss=loss, **values, tok_s=round(speed), **self.gpu_usage(speed))
+        usage = self.gpu_usage(speed)
+        reserved = f", {usage['reserved_gib']:.1f} GiB" if usage else ""
+        self.show(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s{reserved}", refresh=False)
+        self.write(step, loss=loss, **values, tok_s=round(speed), **usage)
 
     def validation(self, step, **values):
         """Log and print a validation after a step."""

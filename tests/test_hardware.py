@@ -10,6 +10,7 @@ from conftest import table
 
 import model
 from engine import decoding, hardware
+from engine.log import Log
 
 
 @pytest.mark.parametrize("names", ["cuda, mps, cpu", "mps, cpu", "cpu"])
@@ -100,7 +101,14 @@ def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
 
 
 @pytest.mark.parametrize("name, flops", [("NVIDIA H100 80GB HBM3", 989e12), ("Tesla T4", None)])
-def test_the_flops_of_a_gpu_are_its_vendors(monkeypatch, name, flops):
+def test_the_flops_of_a_gpu_are_its_vendors_and_the_bar_has_its_memory(tmp_path, monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
-    assert hardware.usage(1e12) == dict(mfu=flops and pytest.approx(1e12 / flops), memory_gib=3.0)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 4 * 2**30)
+    mfu = flops and pytest.approx(1e12 / flops)
+    assert hardware.usage(1e12) == dict(mfu=mfu, memory_gib=3.0, reserved_gib=4.0)
+    log = Log(str(tmp_path), is_main=True)
+    log.open(0, 9, flops_per_token=1e9)
+    log.step(0, 2.5, seconds=1.0, tokens_in_step=1000)
+    assert str(log.bar).endswith("loss 2.500, 1.0k tok/s, 4.0 GiB]")
+    log.close_bar()

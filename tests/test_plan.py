@@ -42,7 +42,7 @@ def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
 
 def test_a_small_plan_has_no_zeros_and_each_setting_a_meaning():
     lines = "".join(plan.describe_plan(*plan.read_command("laptop --vocab_size=4096 --gpus=1 --gpu=4090")))
-    assert "0.97M parameters" in lines and "0.1 seconds" in lines
+    assert "0.97M parameters" in lines and "0.2 seconds" in lines
     assert not re.search(r"(?m)^  --\S+ *$", run("tools.plan", "--help").stdout)
 
 
@@ -61,18 +61,42 @@ def test_compute_is_the_flops_of_a_step_and_of_what_is_computed_again(mode, agai
 
 def test_the_slower_of_compute_and_links_decides_the_speed():
     """
-    Each of 8 nodes has a copy: 7/8 of 8 bytes a parameter take 157 ms at NVLink's 360 GB/s. At 3.6 GB/s they take
-    longer than the compute.
+    Each of 8 nodes has a copy: 7/8 of 8 bytes a parameter take 157 ms at NVLink's 360 GB/s, of which the embedding's
+    add to the compute. At 3.6 GB/s they take longer than the compute. Copies: 14 bytes a parameter.
     """
     fast, model = planned("none", "--gpus=64")
     assert model.num_params() == PARAMETERS and fast["fits"] == 2
     assert fast["links_s"] == pytest.approx(7 / 8 * 8 * PARAMETERS / 360e9)
-    assert fast["tokens_per_s"] == pytest.approx(64 * 8192 / fast["compute_s"])
+    assert fast["copies_s"] == pytest.approx(14 * PARAMETERS / 3015e9)
+    exposed = 7 / 8 * 8 * 131_072 * 4096 / 360e9
+    assert fast["tokens_per_s"] == pytest.approx(64 * 8192 / (fast["compute_s"] + fast["copies_s"] + exposed))
     slow, _ = planned("none", "--gpus=8 --node_gbs=3.6")
     assert slow["tokens_per_s"] == pytest.approx(8 * 8192 / slow["links_s"])
     assert slow["days"] == pytest.approx(15e12 / slow["tokens_per_s"] / 86400)
     far, _ = planned("none", "--gpus=64 --parallel=fsdp")
     assert far["links_s"] == pytest.approx(63 / 64 * 8 * PARAMETERS / 45e9)
+
+
+@pytest.mark.parametrize(
+    "command, flags",
+    [
+        ("8b", "--recompute=cheap --micro_batch=4"),
+        ("node --vocab_size=131072", "--recompute=none --micro_batch=8"),
+        ("8b --gpus=1 --gpu=h200 --state_dtype=bfloat16", "--recompute=selective --micro_batch=1"),
+    ],
+)
+def test_the_flags_are_those_of_the_shortest_estimated_time(command, flags):
+    """Two windows of the 8B fit without recomputation, and four with it, whose gathers and copies cost half."""
+    assert run("tools.plan", *command.split()).stdout.endswith(f"{flags}\n")
+
+
+def test_recomputed_activations_are_written_once_more():
+    """Not kept by `cheap`: 21,504 + 3 x 4,096 + 1,024 numbers of each position and layer, in bf16."""
+    found, _ = planned("cheap", "")
+    written = 32 * 4 * 4096 * 2 * (21_504 + 3 * 4096 + 1024)
+    assert found["copies_s"] == pytest.approx((14 * PARAMETERS + written) / 3015e9)
+    whole, _ = planned("none", "--gpus=1 --gpu=b200")
+    assert whole["copies_s"] == pytest.approx(24 * PARAMETERS / 7200e9)
 
 
 @pytest.mark.parametrize("mode, passes", [("none", 2), ("full", 3)])

@@ -19,6 +19,7 @@ $ python -m tools.bench train --preset=cpu              # against transformers, 
 $ python -m tools.bench train --preset=packed           # the same on documents of 100 tokens, masked
 $ python -m tools.bench decode --dtype=bfloat16
 $ python -m tools.bench optim --preset=124m
+$ python -m tools.bench train --impls=none              # ours alone, without transformers
 """
 
 import sys
@@ -48,7 +49,7 @@ from model import Apertus, ApertusConfig
 
 paths = []                  # train | decode | optim
 preset = "auto"             # a row of PRESETS; auto: cpu on a CPU, 1b5 on CUDA, where small ones time kernel launches
-impls = "hf compile,hf"     # contestants of `train` next to ours; without a compiler both are eager
+impls = "hf compile,hf"     # contestants of `train` next to ours; without a compiler both are eager. none = ours alone
 device = "auto"             # cuda | cpu
 dtype = "auto"              # float32 | bfloat16, of activations and products; auto: bfloat16 on CUDA
 rounds = 7                  # rounds that count, after one that does not: the first call compiles
@@ -168,7 +169,10 @@ def build_model(setup, init_std=0.02):
 
 
 def to_hugging_face(ours, device):
-    """transformers' ApertusForCausalLM with our weights, in fp32. It has no end-of-text id, so that it never stops."""
+    """
+    transformers' ApertusForCausalLM, whose parameters are those of ours, so that memory holds them and their gradients
+    once. It has no end-of-text id, so that it never stops.
+    """
     import transformers
 
     import convert
@@ -177,7 +181,7 @@ def to_hugging_face(ours, device):
     config = transformers.ApertusConfig(**values, attn_implementation="sdpa", pad_token_id=3)
     with torch.device(device):
         theirs = transformers.ApertusForCausalLM(config).float()
-    theirs.load_state_dict(ours.state_dict(), strict=False)
+    theirs.load_state_dict(ours.state_dict(keep_vars=True), strict=False, assign=True)
     theirs.generation_config.eos_token_id = None
     return theirs
 
@@ -215,22 +219,20 @@ def make_loss(name, model, batch, setup):
     return torch.compile(loss) if name == "hf compile" and can_compile(setup.device) else loss
 
 
-def make_step(name, batch, setup):
-    """f() -> norm of the gradient: forward, backward, clip, update, as a step of train.py."""
-    model = build_model(setup)
-    if name == "ours":
-        model.dtype = setup.dtype
-        distribute(model, Ranks(), setup.device, compiled=can_compile(setup.device))
-    else:
-        model = to_hugging_face(model, setup.device)
+def make_step(name, ours, optimizer, batch, setup):
+    """
+    f() -> norm of the gradient: forward, backward, clip, update, as a step of train.py; f(update=False): no update. All
+    contestants update the weights of ours, with its optimizer: two copies of it would not fit in 80 GB.
+    """
+    model = ours if name == "ours" else to_hugging_face(ours, setup.device)
     loss = make_loss(name, model, batch, setup)
-    optimizer = AdEMAMix(model.parameters(), 1e-5, alpha_warmup=1000, beta3_warmup=1000)
 
-    def step():
+    def step(update=True):
         optimizer.zero_grad()
         loss().backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        optimizer.step(grad_scale=(0.1 / (norm + 1e-6)).clamp(max=1.0))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()])
+        if update:
+            optimizer.step(grad_scale=(0.1 / (norm + 1e-6)).clamp(max=1.0))
         return norm
     return step
 
@@ -250,13 +252,17 @@ def train_race(setup, impls):
     if device == "cpu":
         keep_freed_memory()                                # as train.py does, for all contestants
     batch = make_batch(setup.shape, device)
-    steps = {name: make_step(name, batch, setup) for name in ["ours", *impls]}
-    norms = {name: step().item() for name, step in steps.items()}
+    ours = build_model(setup)
+    ours.dtype = setup.dtype
+    distribute(ours, Ranks(), device, compiled=can_compile(device))
+    optimizer = AdEMAMix(ours.parameters(), 1e-5, alpha_warmup=1000, beta3_warmup=1000)
+    steps = {name: make_step(name, ours, optimizer, batch, setup) for name in ["ours", *impls]}
+    norms = {name: step(update=False).item() for name, step in steps.items()}
     check_equal("norm of the gradient", norms, 2e-2 if setup.dtype == torch.bfloat16 else 1e-4)
     n_tokens = batch[0].numel()
     # Minus 0.5, so that plain windows give T / 2, as in flops_per_token().
     attended = batch[-1].sum().item() / n_tokens - 0.5
-    flops = build_model(setup).flops_per_token(2 * attended)
+    flops = ours.flops_per_token(2 * attended)
     rows, inner = (8192, 8192) if device == "cuda" else (2048, 512)
     # Random numbers, because zeros are faster on a GPU.
     a, b = torch.randn(2, rows, inner, device=device, dtype=setup.dtype)
@@ -284,17 +290,15 @@ def decode_race(setup, n_tokens):
 
 def optim_race(setup):
     """One update by AdEMAMix and by torch's fused AdamW; the probe reads and writes an array."""
-    contestants, work = {}, {}
+    params = list(build_model(setup).parameters())
+    for p in params:
+        p.grad = torch.randn_like(p)
+    contestants = {
+        "ours": AdEMAMix(params, compile=can_compile(setup.device)).step,
+        "AdamW fused": torch.optim.AdamW(params, weight_decay=0.1, fused=True).step}
     # In fp32: weight, gradient and two or three averages are read, and all but the gradient written.
-    for name, moved in {"ours": 36, "AdamW fused": 28}.items():
-        params = list(build_model(setup).parameters())
-        for p in params:
-            p.grad = torch.randn_like(p)
-        if name == "ours":
-            optimizer = AdEMAMix(params, compile=can_compile(setup.device))
-        else:
-            optimizer = torch.optim.AdamW(params, weight_decay=0.1, fused=True)
-        contestants[name], work[name] = optimizer.step, moved * sum(p.numel() for p in params)
+    size = sum(p.numel() for p in params)
+    work = {"ours": 36 * size, "AdamW fused": 28 * size}
     x = large_array(setup.device)
     return Race(contestants, work, lambda: x.mul_(1.0), 2 * x.nbytes, 1e-9, "GB/s")
 
@@ -308,8 +312,8 @@ def check_settings(device, preset, clock):
     if len(paths) != 1 or paths[0] not in ("train", "decode", "optim"):
         raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of train, decode, optim, as in "
                          "python -m tools.bench train --preset=cpu")
-    if not {*impls.split(",")} <= {"hf", "hf compile"}:
-        raise ValueError(f"impls={impls}: there is hf and hf compile")
+    if impls != "none" and not {*impls.split(",")} <= {"hf", "hf compile"}:
+        raise ValueError(f"impls={impls}: there is hf and hf compile, or none")
     if preset not in PRESETS:
         raise ValueError(f"preset={preset}: there is {', '.join(PRESETS)}")
     if min(rounds, tokens) < 1:
@@ -353,7 +357,7 @@ def main():
     setup = Setup(PRESETS[used_preset], used_device, getattr(torch, used_dtype), seed)
     [mode] = paths
     if mode == "train":
-        race = train_race(setup, impls.split(","))
+        race = train_race(setup, [] if impls == "none" else impls.split(","))
     elif mode == "decode":
         race = decode_race(setup, tokens)
     else:

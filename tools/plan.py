@@ -4,12 +4,16 @@ Does it fit, and how long does it take? Pretraining on thousands of GPUs or fine
     memory     of a GPU: the sum of engine/memory.py, by which a run is checked before it starts
     compute    of a micro-batch: FLOPs per token * tokens / (peak * MFU)
     links      a micro-batch gathers all weights twice in bf16 and reduces all gradients once in fp32: 8 bytes per
-               parameter, whatever its size
+               parameter, whatever its size. The compute hides them, but for the embedding's, the first and the last
+    copies     a micro-batch also moves bytes in the GPU's memory: 14 per trained parameter in shards (out of the
+               gathered buffers, 4 twice; gradients into the reduced ones, 6), 24 in a whole one (cast to bf16, 6;
+               gradients to fp32, 6, and added, 12); and the recomputed activations are written once more
     windows    over P GPUs (--sequence_parallel): activations divide by P; four all-to-alls per block and direction add
                their time to the compute, since nothing runs meanwhile
 
-So tokens per GPU and micro-batch decide whether compute hides the links, and memory decides how many tokens there may
-be. NCCL's rings let the GPUs of a node share their links: if nccl-tests measures more, set --net_gbs to that.
+So a micro-batch of more tokens spends less on links and copies, and memory decides how many there may be: to recompute
+cheap activations and hold twice the tokens may be faster. NCCL's rings let the GPUs of a node share their links: if
+nccl-tests measures more, set --net_gbs to that.
 A plan is a table with a column for each --recompute, and the flags of the fastest that fits. A run that does not fit
 exits with code 2 and names flags with which it does.
 
@@ -78,6 +82,7 @@ ROWS = dict(
     tokens="their tokens on a GPU",
     compute_s="their compute, seconds",
     links_s="their links, seconds",
+    copies_s="their copies, seconds",
     tokens_per_s="tokens/s of all GPUs",
     days="the whole run")
 
@@ -170,6 +175,12 @@ def link_seconds(run, size, n):
     return size * (n - 1) / n / (speed * 1e9)
 
 
+def copy_seconds(run, model, shards, recomputed):
+    """Seconds of a micro-batch's copies in the GPU's memory. recomputed: bytes of activations."""
+    per_parameter = 14 if shards > 1 else 24
+    return (per_parameter * count_trained(model) + recomputed) / (GPUS[run["gpu"]].memory_gbs * 1e9)
+
+
 def flops_per_token(model, recompute):
     """FLOPs per token of a step, recomputation included: full runs all blocks again, selective their matrix `up`."""
     c = model.config
@@ -188,7 +199,7 @@ def flops_per_token(model, recompute):
 def plan_run(run, model, recompute):
     """
     The plan of a run with this mode of recomputation, {row: number}: GB of a GPU by part; GPUs that share a copy of the
-    weights; the largest micro-batch that fits, 0 if none does, and its tokens; seconds of compute and of links;
+    weights; the largest micro-batch that fits, 0 if none does, and its tokens; seconds of compute, links and copies;
     tokens/s of all GPUs, and days of the run.
     """
     gpu, gpus, P = GPUS[run["gpu"]], run["gpus"], run["sequence_parallel"]
@@ -205,10 +216,13 @@ def plan_run(run, model, recompute):
     exchanged = passes * c.n_layer * tokens * 4 * (c.n_head + c.n_kv_head) * c.head_dim
     compute = tokens * flops_per_token(model, recompute) / (gpu.flops * run["mfu"]) + link_seconds(run, exchanged, P)
     links = link_seconds(run, 8 * model.num_params(), shards)
-    speed = gpus * tokens / max(compute, links)
+    kept = peak_memory(run | dict(recompute="none", micro_batch=micro_batch), model, shards)["activations"]
+    copies = copy_seconds(run, model, shards, recomputed=kept - memory[layout]["activations"])
+    exposed = link_seconds(run, 8 * model.model.embed_tokens.weight.numel(), shards)
+    speed = gpus * tokens / (max(compute + copies, links - exposed) + exposed)
     plan = {part: size / 1e9 for part, size in memory[layout].items()}
     plan |= dict(shards=shards, fits=micro_batch if fitting else 0, tokens=tokens, compute_s=compute, links_s=links,
-                 tokens_per_s=speed)
+                 copies_s=copies, tokens_per_s=speed)
     # The length of fine-tuning depends on its conversations, which a plan does not read.
     return plan if run["max_length"] else plan | dict(days=run["total_samples"] * window / speed / 86400)
 
@@ -257,7 +271,7 @@ def format_cell(key, plan):
     value, fits = plan[key], plan["fits"]
     if key == "fits" and not fits:
         return "does not fit"
-    if key in ("tokens", "compute_s", "links_s", "tokens_per_s", "days") and not fits:
+    if key in ("tokens", "compute_s", "links_s", "copies_s", "tokens_per_s", "days") and not fits:
         return "-"
     if key == "days":
         return format_days(value)
@@ -307,7 +321,7 @@ def table_of_fits():
     for command in (
             "8b.py --state_dtype=bfloat16 --recompute=selective --micro_batch=1 --gpus=1 --gpu=h200",
             "8b.py --parallel=fsdp --gpus=8 --gpu=h200",
-            "8b.py --parallel=fsdp --micro_batch=2 --gpus=8 --gpu=h100",
+            "8b.py --parallel=fsdp --recompute=cheap --gpus=8 --gpu=h100",
             "sft_8b.py --parallel=fsdp --pack --compile --gpus=8 --gpu=h200",
             "1b5.py --gpus=1 --gpu=h100",
             "continue_8b.py --lora_r=64 --base=bf16 --recompute=full --gpus=1 --gpu=4090"):
