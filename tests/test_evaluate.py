@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections import Counter
 
 import numpy as np
@@ -181,19 +180,6 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path,
     monkeypatch.setattr(evaluate, "settings_of", lambda run: dict(data=f"{data},{lab}/data"))
     documents, _ = evaluate.read_paths(is_run=True)
     assert documents == found + evaluate.validation_documents(lab / "data")
-
-
-def test_a_run_on_two_folders_is_evaluated_on_both(lab, tmp_path):
-    """As train.py reads --data=A,B, and --data={A: 2, B: 1}."""
-    model = shutil.copytree(lab / "pretrained", tmp_path / "run")
-    other = shutil.copytree(lab / "data", tmp_path / "other")
-    config = json.loads((model / "config.json").read_text())
-    n = len(evaluate.validation_documents(str(other)))
-    for data in (f"{lab}/data,{other}", f"{{{lab}/data: 2, {other}: 1}}"):
-        config["nanoapertus"]["data"] = data
-        (model / "config.json").write_text(json.dumps(config))
-        _, rows = evaluated(tmp_path, f"--init_from={model}")
-        assert rows[0]["n"] == 2 * n
 
 
 def test_lm_eval_reads_a_run_folder_and_agrees(lab, tmp_path, monkeypatch):

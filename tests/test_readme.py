@@ -165,15 +165,6 @@ def test_the_numbers_that_pages_quote_stand_in_committed_tables():
         assert words in " ".join(read(file).split()), line
 
 
-def test_the_table_of_faults_is_the_record_of_those_that_were_done():
-    table = read("results", "faults", "table.md")
-    record = json.loads(read("results", "faults", "faults.json"))
-    rows = [row[:4] for fault in record.values() for row in fault["rows"]]
-    _, *shown = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
-    assert sorted(shown) == sorted([*map(str, row)] for row in rows)
-    assert f"{sum(times for _, times, *_ in rows):,} faults" in table
-
-
 def test_pages_are_short_enough_to_be_read():
     for page, most in (dict.fromkeys(PAGES, 700) | {"README.md": 900, "docs/decisions.md": 2_500}).items():
         words = re.findall(r"\S*\w\S*", re.sub(r"```.*?```", "", read(page), flags=re.S))
