@@ -60,7 +60,7 @@ NAMED = ("language", "lang", "language_script", "license")
 
 
 def id_hash(doc_id):
-    """A 64-bit integer that depends on the id alone. Shards hold documents in the order of this number."""
+    """A 64-bit integer that depends on the text alone. Shards hold documents in the order of that of their order_id."""
     return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:8])
 
 
@@ -518,8 +518,8 @@ def document(row, file, doc_id, text_field):
 
 def documents(file, part, text_field="text", columns=()):
     """
-    Yield the documents of a part of a file that check() returned: dicts of the row's own columns, "file", "id", "text"
-    and, if it is known, "language". A file or a row that cannot be used has no text but a "problem". The id is the name
+    Yield the documents of a part of a file that check() returned: dicts of the row's own columns, "file", "id", "text",
+    "order_id", whose hash gives the place in training, and, if it is known, "language". A file or a row that cannot be used has no text but a "problem". The id is the name
     of the file; for a row followed by ":" and its own id, or by " line 3" or, in .json and .parquet, " row 3".
 
     columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line: the file is damaged.
@@ -529,9 +529,12 @@ def documents(file, part, text_field="text", columns=()):
     try:
         for number, row in rows(file, part, {text_field, "id", "url", *NAMED, *columns}):
             doc_id = name if whole else f"{name} {'line' if kind in ('lines', 'table') else 'row'} {number + 1}"
-            yield document(row, name, doc_id, "text" if whole else text_field)
+            doc = document(row, name, doc_id, "text" if whole else text_field)
+            # Rows without an id of their own are ordered by their number from 0, as they always were.
+            yield dict(doc, order_id=doc["id"] if whole or doc["id"] != doc_id else f"{name}:{number}")
     except ValueError:
         # check() reads only the footer of a parquet file, so damage of a row group shows here.
         if kind != "parquet" or "://" in file["path"]:
             raise
-        yield dict(file=name, id=f"{name} row group {part[0]}", text=None, problem=DAMAGED)
+        doc_id = f"{name} row group {part[0]}"
+        yield dict(file=name, id=doc_id, order_id=doc_id, text=None, problem=DAMAGED)

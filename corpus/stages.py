@@ -325,7 +325,7 @@ def row_of(doc, f, work):
         offset=offset,
         # Of the text before personal data is replaced: two texts that differ only in an address are no duplicates.
         text=dedup.fingerprint(original),
-        id_hash=id_hash(doc["id"]),
+        id_hash=id_hash(doc["order_id"]),
         **doc["bands"],
     )
 

@@ -24,9 +24,10 @@ from corpus.readers import check, documents, find
 
 
 def read(path, encoding="", text_field="text"):
-    """The documents of files, read part by part as workers do: parts pass through JSON."""
+    """The documents of files but for order_id, read part by part as workers do: parts pass through JSON."""
     files = [json.loads(json.dumps(check(file, text_field, encoding))) for file in find([str(path)])[0]]
-    return [doc for file in files for part in file["parts"] for doc in documents(file, part, text_field, ("score",))]
+    parts = [documents(file, part, text_field, ("score",)) for file in files for part in file["parts"]]
+    return [{key: doc[key] for key in doc if key != "order_id"} for part in parts for doc in part]
 
 
 def problem(path, encoding=""):
