@@ -277,11 +277,12 @@ def tekken():
 
 def without_long_runs(text):
     """
-    Cut a text inside runs of 65,536 white spaces, on which the regular expression fails: where a token of a power of
-    two spaces ends, and never before the last space, which may belong to the next word. Line breaks do not count: the
-    expression itself cuts after the last one in a run, and tokens of spaces begin there.
+    Cut a text inside runs of white space, on which the regular expression fails: where a token of a power of two spaces
+    ends, and only if 65,536 more follow, since the last token may be longer (19 spaces) and the last space may belong
+    to the next word. Line breaks do not count: the expression itself cuts after the last one in a run, and tokens of
+    spaces begin there.
     """
-    return re.split(r"([^\S\r\n]{65536})(?=[^\S\r\n])", text)
+    return re.split(r"([^\S\r\n]{65536})(?=[^\S\r\n]{65536})", text)
 
 
 def train_bpe(texts, vocab_size, path):

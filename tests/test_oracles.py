@@ -1,4 +1,4 @@
-"""Random settings of optimizer, Goldfish, windows, sampling and whole steps against plain.py, loops and transformers."""
+"""Random settings of optimizer, Goldfish, windows, sampling and whole runs against plain.py and transformers."""
 
 import json
 from functools import cache
@@ -181,7 +181,7 @@ def test_an_epoch_is_each_window_of_the_stream_once(tmp_path_factory, sizes, T, 
 def test_a_run_is_its_formulas(
     data, tmp_path_factory, lr, betas, alpha, warmup, weight_decay, clip, micro, ramp, counts, goldfish
 ):
-    """Losses, norms, rates and weights in fp64, with micro-batches, a batch that doubles and Goldfish of either scope."""
+    """Losses, norms, rates and weights in fp64, with micro-batches, a batch that doubles, Goldfish of either scope."""
     out = tmp_path_factory.mktemp("run") / "run"
     (k, h, scope), (rising, falling, total) = goldfish, counts
     flags = f"""--activation=xielu --lr={lr} --min_lr={lr / 9} --betas={betas} --alpha={alpha} --alpha_warmup={warmup}
