@@ -183,9 +183,9 @@ def test_ids_are_those_of_tokenizers(parts):
     assert ours.encode(content) == theirs.encode(content, add_special_tokens=False).ids
 
 
-@drawn(8, n=integers(-40, 40), after=sampled_from(["", "y", "\t y"]))
+@drawn(18, n=integers(-1, 4), after=sampled_from(["", "y", "\t y"]))
 def test_long_runs_of_spaces_have_the_ids_of_their_pieces(n, after):
-    """Of 131,072 spaces tiktoken, whose regular expression fails on a million, still makes ids at once."""
-    content = "x" + " " * (2**17 + n) + after
+    """Of 200,000 spaces tiktoken, whose regular expression fails on a million, still makes ids at once."""
+    content = "x" + " " * (3 * 2**16 + n) + after
     tok, _ = vocabulary()
     assert sum(map(tok.encode, tokenizer.without_long_runs(content)), []) == tok.encode(content)
