@@ -30,17 +30,17 @@ from engine.files import read_json, write_json
 from posttrain import lora
 from studies import ablate, kit
 
-TEXTS = sampled_from(["", " \n", "one", "two", "one  two", "one two", "Dürfen wir?", "a longer text of many words"])
+TEXTS = sampled_from([" \n", "one two", "one  two", "Dürfen wir?"]) | integers(1, 40).map("word ".__mul__)
 CORPUS = lists(
     tuples(
         TEXTS,
-        sampled_from(["de", "fr", "it", None]),
-        sampled_from(["cc0", "mit", None]),
+        sampled_from(["de", "de", "fr", "fr", "it", None]),
+        sampled_from(["cc0", "mit", "mit", None]),
         none() | integers(0, 4),
         none() | sampled_from([0.1, 0.3, 0.6]),
     ),
-    min_size=4,
-    max_size=14,
+    min_size=6,
+    max_size=20,
 )
 
 
@@ -78,14 +78,14 @@ def reasons_of(rows, licenses, languages, top, below, most):
 @drawn(
     9,
     corpus=CORPUS,
-    licenses=sampled_from([(), ("cc0", "mit")]),
-    languages=sampled_from([(), ("de", "fr")]),
-    top=sampled_from([0, 0.3, 0.5]),
+    licenses=sampled_from([(), (), ("cc0", "mit")]),
+    languages=sampled_from([(), (), ("de", "fr")]),
+    top=sampled_from([0, 0.5, 0.7]),
     below=sampled_from([{}, {"de": 0.3}, {"de": 0.2, "*": 0.5}]),
-    most=sampled_from([0, 12]),
+    most=sampled_from([0, 0, 90]),
     source_by=sampled_from(["", "language"]),
     share=sampled_from([0.0, 0.2, 0.5]),
-    shard=integers(5, 60),
+    shard=integers(5, 200),
 )
 def test_a_data_folder_holds_the_documents_of_plain_lists(
     tmp_path_factory, corpus, licenses, languages, top, below, most, source_by, share, shard
