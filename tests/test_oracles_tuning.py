@@ -17,7 +17,7 @@ from test_sft import TOK, assistant, chat_row, user
 from tiny import write_rows
 from tokenizers import Tokenizer
 from trained import log
-from transformers import AutoTokenizer, get_linear_schedule_with_warmup
+from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 import chat
@@ -26,20 +26,13 @@ import tokenizer
 from corpus import readers
 from data import permute
 from engine.files import write_json
-from posttrain import losses, qrpo
+from posttrain import common, losses, qrpo
 
 
 def batches(n, batch_size, epochs):
     """The items of each step: every epoch has all of them, in an order of its own, and the last step what is left."""
     order = [i for epoch in range(epochs) for i in permute(np.arange(n), n, 28, epoch).tolist()]
     return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
-
-
-def rates(steps, peak, warmup):
-    """transformers' linear schedule of one step more, without its zero at the beginning and at the end."""
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    schedule = get_linear_schedule_with_warmup(optimizer, max(1, math.ceil(warmup * steps)), steps + 1)
-    return [peak * schedule.lr_lambdas[0](step + 1) for step in range(steps)]
 
 
 @drawn(
@@ -62,12 +55,12 @@ def test_tuning_is_the_mean_over_the_learnt_tokens_of_each_step(
         --warmup={warmup} --optimizer=ademamix"""
     run(*tuning(lab, folder / "run", *how.split()))
     steps, oracle = batches(len(rows), batch_size, epochs), Plain(lab / "hf")
-    schedule = rates(len(steps), 1e-2, warmup)
-    for t, (batch, rate, found) in enumerate(zip(steps, schedule, log(folder / "run"), strict=True), 1):
+    for t, (batch, found) in enumerate(zip(steps, log(folder / "run"), strict=True)):
+        rate = 1e-2 * common.linear(t, len(steps), warmup)
         conversations = [chat.render(TOK, rows[k], chat.DATE) for k in batch]
         loss = -torch.cat([oracle.logp(ids)[torch.tensor(mask[1:])] for ids, mask in conversations]).mean()
         loss.backward()
-        oracle.update(t, len(steps), rate, 1.0, 1e-3, 0.0, False)
+        oracle.update(t + 1, len(steps), rate, 1.0, 1e-3, 0.0, False)
         assert (found["loss"], found["lr"]) == approx((loss.item(), rate), rel=1e-4)
     assert oracle.distance(convert.load_any(str(folder / "run"))[0]) < 1e-3
 
