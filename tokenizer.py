@@ -277,11 +277,16 @@ def tekken():
 
 def without_long_runs(text):
     """
-    Cut a text inside runs of 65,536 white spaces, on which the regular expression fails: where a token of a power of
-    two spaces ends, and never before the last space, which may belong to the next word. Line breaks do not count: the
-    expression itself cuts after the last one in a run, and tokens of spaces begin there.
+    Cut a text inside runs of white space, on which the regular expression fails: every 65,536 of them, where a token of
+    a power of two spaces ends. At least as many stay at the end of a run, since its last token may be longer (19
+    spaces), and its last space may belong to the next word. Line breaks do not count: the expression itself cuts after
+    the last one in a run, and tokens of spaces begin there.
     """
-    return re.split(r"([^\S\r\n]{65536})(?=[^\S\r\n])", text)
+    cuts = [0]
+    # Looked for at the first space of a run alone, since at each of 65,536 it would be quadratic.
+    for spaces in re.finditer(r"(?<![^\S\r\n])[^\S\r\n]{131072,}", text):
+        cuts += range(spaces.start() + 65536, spaces.end() - 65535, 65536)
+    return [text[begin:end] for begin, end in itertools.pairwise([*cuts, len(text)])]
 
 
 def train_bpe(texts, vocab_size, path):

@@ -1,0 +1,228 @@
+"""Random corpora counted in plain lists, config.json as transformers reads it, and what else files decide."""
+
+import hashlib
+import math
+import os
+import shutil
+from collections import Counter
+from itertools import product
+from types import SimpleNamespace
+
+import torch
+from corpora import fill, ledger, put, report, streams, write_lines
+from draws import drawn
+from hypothesis import assume
+from hypothesis.strategies import integers, lists, none, sampled_from, tuples
+from pytest import approx, raises
+from test_oracles import models
+from tiny import GOLDEN, ids, small
+from torch.testing import assert_close
+from trained import data  # noqa: F401
+from transformers import ApertusForCausalLM
+
+import convert
+import evaluate
+import prepare
+from configurator import settings
+from engine.files import read_json, write_json
+from posttrain import lora
+from studies import ablate, kit
+
+TEXTS = sampled_from([" \n", "one two", "one  two", "Dürfen wir?"]) | integers(1, 40).map("word ".__mul__)
+CORPUS = lists(
+    tuples(
+        TEXTS,
+        sampled_from(["de", "de", "fr", "fr", "it", None]),
+        sampled_from(["cc0", "mit", "mit", None]),
+        none() | integers(0, 4),
+        none() | sampled_from([0.1, 0.3, 0.6]),
+    ),
+    min_size=6,
+    max_size=20,
+)
+
+
+def number(text):
+    """The number in [0, 1) that sends a text to validation: of its words, one space apart."""
+    digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little") / 2**64
+
+
+def reasons_of(rows, licenses, languages, top, below, most):
+    """Why each of the rows is removed; "" if it stays."""
+    scores = {}
+    for row in rows:
+        if row["score"] is not None:
+            scores.setdefault(row["language"], []).append(row["score"])
+    limits = {language: sorted(found)[-math.ceil(top * len(found))] for language, found in scores.items() if top}
+    reasons, seen = [], set()
+    for row in rows:
+        limit = below.get(row["language"], below.get("*"))
+        rules = {
+            "empty": not row["text"].strip(),
+            "license": licenses and row["license"] not in licenses,
+            "language": languages and row["language"] not in languages,
+            "score": top and (row["score"] is None or row["score"] < limits[row["language"]]),
+            "above": None not in (limit, row["toxic"]) and row["toxic"] >= limit,
+            "tokens": most and 2 + len(row["text"].encode()) > most,
+            "duplicate": number(row["text"]) in seen,
+        }
+        reasons.append(next((name for name, breaks in rules.items() if breaks), ""))
+        if not reasons[-1]:
+            seen.add(number(row["text"]))
+    return reasons
+
+
+@drawn(
+    9,
+    corpus=CORPUS,
+    licenses=sampled_from([(), (), ("cc0", "mit")]),
+    languages=sampled_from([(), (), ("de", "fr")]),
+    top=sampled_from([0, 0.5, 0.7]),
+    below=sampled_from([{}, {"de": 0.3}, {"de": 0.2, "*": 0.5}]),
+    most=sampled_from([0, 0, 90]),
+    source_by=sampled_from(["", "language"]),
+    share=sampled_from([0.0, 0.2, 0.5]),
+    shard=integers(5, 200),
+)
+def test_a_data_folder_holds_the_documents_of_plain_lists(
+    tmp_path_factory, corpus, licenses, languages, top, below, most, source_by, share, shard
+):
+    """Reasons, split, order and sums; then --remove takes the first document of the longest stream out."""
+    folder = tmp_path_factory.mktemp("corpus")
+    columns = "text", "language", "license", "score", "toxic"
+    rows = [dict(zip(columns, row), id=f"d{n}") for n, row in enumerate(corpus)]
+    reasons = reasons_of(rows, licenses, languages, top, below, most)
+    how = [write_lines(folder / "in.jsonl", rows), f"--val_share={share}", f"--shard_tokens={shard}"]
+    how += [f"--keep_licenses={','.join(licenses)}", f"--keep_languages={','.join(languages)}"]
+    how += ["--score_field=score", f"--keep_top={top}"] * (top > 0) + [f"--max_tokens={most}"]
+    limits = ",".join(f"{language}:{limit}" for language, limit in below.items())
+    how += ["--max_field=toxic", f"--max_value={limits}"] * bool(below) + [f"--source_by={source_by}"]
+    out = folder / "out"
+    kept = [row for row, reason in zip(rows, reasons) if not reason]
+    assume(kept)
+    fill(out, *how)
+    first = min(number(row["text"]) for row in kept)
+    wanted = {}
+    for row in sorted(kept, key=lambda row: hashlib.sha256(f"in.jsonl:{row['id']}".encode()).digest()[:8]):
+        val = len(kept) > 1 and number(row["text"]) < max(share, math.nextafter(first, 1))
+        source = (row["language"] or "none") if source_by else "out"
+        wanted.setdefault((source, "val" if val else "train"), []).append(row)
+
+    def compare():
+        found = {stream: tokens.tolist() for stream, tokens in streams(out).items() if len(tokens)}
+        spelled = {stream: [[1, *(64 + b for b in row["text"].encode()), 2] for row in of_stream]
+                   for stream, of_stream in wanted.items()}  # fmt: skip
+        assert found == {stream: sum(documents, []) for stream, documents in spelled.items() if documents}
+        total = report(out)["total"]
+        assert [entry["reason"].partition(":")[0] for entry in ledger(out)] == reasons
+        assert {name: n for name, (n, _) in total["removed"].items()} == Counter(filter(None, reasons))
+        stay = [row["text"].encode() for row, reason in zip(rows, reasons) if not reason]
+        sums = [len(rows), sum(len(row["text"].encode()) for row in rows), len(stay), sum(map(len, stay))]
+        assert [total[name] for name in ("documents_in", "bytes_in", "documents", "bytes")] == sums
+        assert total["tokens"] == sums[3] + 2 * len(stay)
+        return total
+
+    compare()
+    longest = max(wanted.values(), key=len)
+    if len(longest) > 1:
+        gone = longest.pop(0)
+        reasons[rows.index(gone)] = "withdrawn"
+        fill(out, f"--remove={put(folder, {'list.txt': gone['id']})}/list.txt")
+        assert compare()["tokens_removed_about"]["withdrawn"] == 2 + len(gone["text"].encode())
+
+
+def test_a_run_resumes_only_with_the_same_content_of_each_file_that_a_setting_names(tmp_path):
+    put(tmp_path, {"store/list": "", "list": ""})
+    plan, own = settings(vars(prepare)), f"{tmp_path}/list"
+    names = "robots", "reservations", "blocked", "agents", "decontaminate", "probes", "tokenizer"
+    for name, path in [*product(names, (own, f"{tmp_path}/store")), ("tokenizer", f"bpe:{own}")]:
+        before = prepare.key_of(plan | {name: path}, [])
+        for file in (tmp_path / "list", tmp_path / "store" / "list"):
+            file.write_text(file.read_text() + "x")
+        assert prepare.key_of(plan | {name: path}, []) != before, (name, path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# models
+
+
+ROPES = [
+    dict(rope_type="default"),
+    dict(rope_type="linear", factor=3.0),
+    dict(
+        rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+]
+
+
+@drawn(14, rope=none() | sampled_from(ROPES), theta=none() | sampled_from([1e4, 5e5]), form=sampled_from(["v4", "v5"]))
+@torch.no_grad()
+def test_a_config_has_the_logits_that_transformers_reads_from_it(tmp_path_factory, rope, theta, form):
+    """In the forms of transformers 4 and 5, with and without a RoPE, a theta, and keys that have a default."""
+    folder = tmp_path_factory.mktemp("hf")
+    shutil.copy(f"{GOLDEN}/hf_tiny_a/model.safetensors", folder)
+    config = read_json(f"{GOLDEN}/hf_tiny_a/config.json")
+    for name in ("rope_parameters", "rms_norm_eps", "initializer_range", "tie_word_embeddings"):
+        del config[name]
+    base = dict(rope_theta=theta) if rope and theta else {}
+    if form == "v5" and rope:
+        config["rope_parameters"] = rope | base
+    elif rope:
+        config |= base | dict(rope_scaling=rope)
+    write_json(folder / "config.json", config)
+    idx = ids(2, 90, high=512)
+    theirs = ApertusForCausalLM.from_pretrained(folder)
+    assert_close(convert.load_hf(str(folder))(idx), theirs(idx).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_older_end_leaves_no_weights_and_no_index(tmp_path):
+    pieces = "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"
+    put(tmp_path, dict.fromkeys([*pieces, "notes.txt", "config.json"], ""))
+    convert.remove_old_weights(tmp_path)
+    assert {*os.listdir(tmp_path)} == {"notes.txt", "config.json"}
+
+
+def test_adapters_are_merged_in_fp32_and_rounded_once():
+    merged = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = lora.add_lora(small(), dict(r=2, lora_alpha=4, target_modules=lora.MATRICES))
+        lora.init_lora(model, 1)
+        for layer in lora.lora_layers(model).values():
+            torch.nn.init.normal_(layer.lora_B.weight, generator=torch.Generator().manual_seed(2))
+        lora.merge(model, dtype)
+        merged.append([layer.weight for layer in model.modules() if hasattr(layer, "in_features")])
+    for exact, rounded in zip(*merged, strict=True):
+        assert rounded.to(torch.bfloat16).equal(exact.bfloat16())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# scores and studies
+
+
+@drawn(20, sizes=lists(tuples(integers(2, 30), integers(1, 29)), min_size=1, max_size=4))
+@torch.no_grad()
+def test_tokens_have_the_log_probabilities_of_transformers_in_any_batch(sizes):
+    """sizes: tokens of a window, and the first of them that is scored."""
+    ours, theirs = models()
+    windows = [(ids(n, high=512, seed=n).tolist(), min(first, n - 1)) for n, first in sizes]
+    for (row, first), found in zip(windows, evaluate.token_nats(ours, windows), strict=True):
+        logp = theirs(torch.tensor([row[:-1]])).logits[0].log_softmax(-1)[range(len(row) - 1), row[1:]]
+        assert found == approx(-logp[first - 1 :].numpy(), rel=1e-3, abs=1e-4)
+
+
+def test_a_study_keeps_the_threads_of_the_user_and_a_tenth_of_each_rate(tmp_path, monkeypatch, data):
+    monkeypatch.setattr(ablate, "data", data)
+    plan = ablate.plan_run(ablate.STUDY | dict(arms=dict(one="")), dict.fromkeys(ablate.SCRIPTS), "one", 0.5, 1)
+    assert "--min_lr=0.05" in plan[1]
+    asked = []
+
+    def fail(*args, env, **how):
+        asked.append(env["OMP_NUM_THREADS"])
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(kit.subprocess, "run", fail)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with raises(ValueError, match="ended with code 1"):
+        kit.call(f"{tmp_path}/run", f"{tmp_path}/done", "train")
+    assert asked == ["7"]
