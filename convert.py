@@ -496,7 +496,7 @@ def fingerprint(model):
 # -----------------------------------------------------------------------------
 # write
 
-LIST = ".export.json"       # in an export, the names of its files
+LIST = ".export.json"       # in an export, the names of its files and that of the model
 
 
 def json_files(config, tok):
@@ -576,25 +576,31 @@ def write_weights(model, value_of, folder, dtype, shard_bytes):
         write_json(f"{folder}/model.safetensors.index.json", index)
 
 
-def check_replaceable(folder):
-    """ValueError if a folder holds anything that no export wrote."""
+def check_replaceable(folder, source):
+    """
+    ValueError if a folder holds anything that no export wrote, or an export of another model than `source`; "" = any.
+    """
     files = {*os.listdir(folder)} if os.path.exists(folder) else set()
-    exported = read_json(f"{folder}/{LIST}")["files"] if LIST in files else []
-    foreign = sorted(files - {LIST, *exported})
+    export = read_json(f"{folder}/{LIST}") if LIST in files else dict(files=[], source=source)
+    foreign = sorted(files - {LIST, *export["files"]})
     if foreign:
         raise ValueError(f"{folder} holds {foreign[0]}, which no export wrote: choose another folder, or move it away")
+    older = export.get("source") or "an unknown model"
+    if source and older != source:
+        raise ValueError(f"{folder} is an export of {older}: choose another folder, or remove that one first")
 
 
-def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge=False):
+def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge=False, source=""):
     """
     Write a Hugging Face folder that transformers loads, and that may replace an older export.
 
     It is written under another name and then renamed: whenever this is killed, the folder is the old export, the new
-    one, or absent. merge: add the adapters to their matrices, which changes the model. ValueError, one line, if
-    transformers cannot compute the model, or the folder holds files that no export wrote.
+    one, or absent. merge: add the adapters to their matrices, which changes the model. source: the model's name; then
+    only an export of the same name is replaced. ValueError, one line, if transformers cannot compute the model, or the
+    folder must not be replaced.
     """
     folder = os.path.realpath(path)
-    check_replaceable(folder)
+    check_replaceable(folder, source)
     numbers = pick_dtype(dtype, "cpu")
     files = json_files(config_to_hf(model.config, str(numbers)[6:]), tokenizer)
     if merge:
@@ -613,7 +619,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         for file, content in files.items():
             write_json(f"{new}/{file}", content)
         write_weights(names_and_shapes, tensors.get, new, numbers, shard_bytes)
-        write_json(f"{new}/{LIST}", dict(files=sorted(os.listdir(new))))
+        write_json(f"{new}/{LIST}", dict(files=sorted(os.listdir(new)), source=source))
     except (OSError, SafetensorError) as e:                # the disk is full
         shutil.rmtree(new, ignore_errors=True)
         raise OSError(f"{folder} could not be written ({e}); the older export is untouched") from None
@@ -661,14 +667,15 @@ def main():
         write_bpe(tok, save)
         print(f"wrote {save}: {tok.vocab_size:,} ids; python prepare.py TEXTS --tokenizer={save}")
         return
+    source = os.path.normpath(load)
     if save:
-        check_replaceable(save)
+        check_replaceable(save, source)
     model, tok = load_any(load)
     print(f"{load}: {model.num_params():,} parameters; {model.config}")
     if trace:
         trace_modules(model, tok, trace)
     if save:
-        save_hf(model, save, tok, dtype, merge=merge)
+        save_hf(model, save, tok, dtype, merge=merge, source=source)
         print(f"wrote {save}: transformers.AutoModelForCausalLM.from_pretrained({save!r}) reads it")
 
 

@@ -1,21 +1,23 @@
 """
-Evaluate a model: bits per byte of text by language or source, and multiple choice.
+Evaluate a model: bits per byte of text by language or source, multiple choice, and the mean reward of its answers.
 
     bits per byte   = - sum over documents of log2 p(document and its end)  /  their bytes in UTF-8
     choice          = argmax over choices of log p(choice | question)
     choice per byte = argmax over choices of log p(choice | question) / bytes of the choice
+    reward          = mean over prompts of the mean reward of four answers, sampled at temperature 1
 
 Bits per byte compare models with different tokenizers, which nats per token cannot. Every score comes with its n and
 its 95 % interval: Wilson's for shares, Student's t of the ratio estimator for bits per byte, with documents as the
-sample. --against=MODEL adds the difference to another model, paired by document or question: its interval is much
-narrower than that of either score. A text longer than the window is scored in windows that overlap by half, so that
-every token after the first window has at least half a window of context. The Apertus report evaluates base models by
-log-likelihood too (arXiv 2509.14233, sec. 5).
+sample. --against=MODEL adds the difference to another model, paired by document, question or prompt: its interval is
+much narrower than that of either score. A text longer than the window is scored in windows that overlap by half, so
+that every token after the first window has at least half a window of context. The Apertus report evaluates base models
+by log-likelihood too (arXiv 2509.14233, sec. 5).
 
 $ python evaluate.py --init_from=out/laptop                                # the run's own validation documents
 $ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang  # any texts, by language
 $ python evaluate.py --init_from=out/sft --against=out/laptop data/stdlib  # how much fine-tuning has forgotten
 $ python evaluate.py quiz.jsonl --init_from=out/sft --against=out/laptop   # rows of "question", "choices", "answer"
+$ python evaluate.py prompts.jsonl --rewards=reward.py --init_from=out/qrpo --against=out/sft  # what alignment gained
 $ lm_eval --model hf --model_args pretrained=out/laptop --tasks hellaswag  # benchmarks: docs/studies.md
 """
 
@@ -31,25 +33,30 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from chat import describe_dropped
 from configurator import run
 from corpus import readers
 from data import TokenDataset, folders_of
-from engine.files import make_folder, read_json, write_json
+from engine.files import make_folder, read_json, sha256_of, write_json
+from engine.hardware import pick_device
 from engine.intervals import student, wilson
 from engine.runs import settings_of
 from tokenizer import load_for
 
 paths = []                # texts, tasks (.jsonl) and data folders; nothing = the validation documents of the run's data
 init_from = "out/laptop"  # run folder, Hugging Face folder or hub name
-against = ""              # another model: differences to it, paired by document or question
+against = ""              # another model: differences to it, paired by document, question or prompt
+rewards = ""              # FILE.py[:name] | charter:JUDGE[,FILE], as in posttrain/qrpo.py: paths are then its prompts
 by = "lang"               # groups of texts: a field of their rows (lang, source, ...); texts without it: by file
-limit = 0                 # maximum documents or questions of each file; 0 = all
+limit = 0                 # maximum documents, questions or prompts of each file; 0 = all
 device = "auto"           # cuda | mps | cpu
 dtype = "auto"            # float32 | bfloat16; auto: the dtype of the weights, but bf16 on CUDA
 base = ""                 # int8 | nf4: the matrices of the blocks in 8 or 4 bits (posttrain/quantised.py)
 out = ""                  # folder to write evaluation.json to; "" = the run folder, or results/evaluate
 
 BATCH_TOKENS = 8192
+ANSWERS = 4               # of a prompt
+MAX_NEW_TOKENS = 2048     # of an answer
 
 # Letters: B windows in a batch, T tokens in a window.
 
@@ -249,6 +256,65 @@ def choice_scores(name, questions, hits, baseline=None):
 
 
 # -----------------------------------------------------------------------------
+# rewards
+
+
+def sample_answers(name, base):
+    """The prompts of all paths, and ANSWERS texts of a model for each of them. base: as the setting."""
+    from posttrain import references  # here, since it imports this file
+
+    model, tok = convert.load_for_inference(name, device, dtype, base)
+    tok.check_chat()
+    prompts = []
+    for path in paths:
+        of_path, dropped = references.read_prompts(tok, dict(data=path, rewards=rewards, n_refs=0))
+        prompts += of_path[:limit or None]
+        if dropped:
+            print(f"{path}: {describe_dropped(dropped, len(of_path), 'prompts')}")
+    generator = torch.Generator(model.lm_head.weight.device).manual_seed(28)
+    completions = []
+    for i in tqdm(range(0, len(prompts), 16), "sampling", disable=None):
+        part = [prompt.ids for prompt in prompts[i:i + 16]]
+        room = max(1, min(MAX_NEW_TOKENS, model.config.block_size - max(map(len, part))))
+        completions += references.sample_completions(model, tok, part, ANSWERS, room, generator)
+    unfinished = sum(ids[-1] != tok.special[references.END] for answers in completions for ids in answers)
+    if unfinished:
+        print(f"{unfinished} of {ANSWERS * len(prompts)} answers of {name} are unfinished, and scored as they are")
+    return prompts, [[tok.words(ids) for ids in answers] for answers in completions]
+
+
+def reward_rows():
+    """
+    Rows of the results, mean rewards of the answers and their difference to those of --against, and a hash of prompts
+    and reward.
+
+    One call of the reward scores the answers of both models, since a charter only ranks answers of one prompt.
+    """
+    from posttrain.judge import reward_hash  # here, since the rest of this file needs no rewards
+    from posttrain.references import load_reward, score_texts
+
+    if not paths:
+        raise ValueError(f"--rewards={rewards}: name files of prompts")
+    if rewards.startswith("charter:") and not against:
+        raise ValueError(f"--rewards={rewards} ranks the answers of two models: name the other with --against")
+    score = load_reward(rewards, pick_device(device))
+    prompts, answers = sample_answers(init_from, base)
+    # One model after the other is in memory.
+    baseline = sample_answers(against, "")[1] if against else [[]] * len(prompts)
+    values = [score_texts(score, prompt.row, ours + theirs, f"{prompt.place}: --rewards={rewards}")
+              for prompt, ours, theirs in zip(prompts, answers, baseline)]
+    means = np.array(values).reshape(len(prompts), -1, ANSWERS).mean(-1)        # (prompts, models)
+    measures = {"reward": means[:, 0]}
+    if against:
+        measures[f"reward above {against}"] = means[:, 0] - means[:, 1]
+    name, rows = ",".join(map(os.path.basename, paths)), []
+    for metric, by_prompt in measures.items():
+        mean, half, _ = student(by_prompt)
+        rows.append(result(name, metric, len(prompts), mean, (mean - half, mean + half)))
+    return rows, sha256_of([[prompt.row for prompt in prompts], reward_hash(rewards)])
+
+
+# -----------------------------------------------------------------------------
 # results
 
 
@@ -267,6 +333,29 @@ def table_md(rows):
     for row in rows:
         table.append([as_cell(row.get(column)) for column in COLUMNS])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
+def without_copies(rows):
+    """The rows but for those of all documents, if these have one group, whose rows are the same."""
+    groups = {row["name"] for row in rows if "bytes" in row} - {"all"}
+    return [row for row in rows if row["name"] != "all" or len(groups) > 1]
+
+
+def save_rows(folder, texts_hash, rows):
+    """
+    Write evaluation.json. One of other texts or options, which is there already, becomes evaluation-1.json or the next
+    number. texts_hash: of all that was read.
+    """
+    path = f"{folder}/evaluation.json"
+    inputs = dict(model=init_from, base=base, against=against, dtype=dtype, texts_hash=texts_hash[:16])
+    make_folder(folder)
+    if os.path.exists(path) and not inputs.items() <= read_json(path).items():
+        free = (f"{folder}/evaluation-{n}.json" for n in itertools.count(1))
+        older = next(name for name in free if not os.path.exists(name))
+        os.rename(path, older)
+        print(f"kept the results of other texts or options as {older}")
+    write_json(path, inputs | dict(rows=rows))
+    print(f"wrote {path}")
 
 
 # -----------------------------------------------------------------------------
@@ -300,13 +389,16 @@ def read_paths(is_run):
     """
     The documents of all paths, and a list of tasks (name, questions). is_run: no path means the run's own data.
 
-    ValueError if there are neither.
+    ValueError if a path has neither, or there is no path.
     """
     sources = list(folders_of(settings_of(init_from)["data"])) if is_run and not paths else paths
     parts = [contents(path) for path in sources]
+    for path, (documents, questions) in zip(sources, parts):
+        if not documents and not questions:
+            raise ValueError(f"nothing to evaluate in {path}: it has no text and no question")
     documents = [document for documents, _ in parts for document in documents]
     tasks = [(os.path.basename(path), questions) for path, (_, questions) in zip(sources, parts) if questions]
-    if not documents and not tasks:
+    if not sources:
         raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data")
     return documents, tasks
 
@@ -317,16 +409,10 @@ def measure(model, tok, documents, tasks):
     return bits, [choice_hits(model, tok, questions) for _, questions in tasks]
 
 
-def main():
-    if limit < 0:
-        raise ValueError("--limit is 0 or more")
-    is_run = os.path.isdir(f"{init_from}/ckpt")
-    folder = out or (init_from if is_run else "results/evaluate")
-    if os.path.exists(f"{folder}/evaluation.json") and "rows" not in read_json(f"{folder}/evaluation.json"):
-        raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
+def likelihood_rows(is_run):
+    """Rows of the results, of documents and tasks, and a hash of these. is_run: as in read_paths()."""
     # All files are read before a model, so that a mistake in the last file costs no hour of the first.
     documents, tasks = read_paths(is_run)
-
     baseline_bits, baseline_hits = None, [None] * len(tasks)
     if against:
         # Not kept in a variable: one model after the other is in memory.
@@ -336,12 +422,20 @@ def main():
     rows = list(text_scores(documents, bits, baseline_bits)) if documents else []
     for i, (name, questions) in enumerate(tasks):
         rows += choice_scores(name, questions, hits[i], baseline_hits[i])
+    return rows, sha256_of([documents, tasks])
 
+
+def main():
+    if limit < 0:
+        raise ValueError("--limit is 0 or more")
+    is_run = os.path.isdir(f"{init_from}/ckpt")
+    folder = out or (init_from if is_run else "results/evaluate")
+    if os.path.exists(f"{folder}/evaluation.json") and "rows" not in read_json(f"{folder}/evaluation.json"):
+        raise ValueError(f"{folder}/evaluation.json is not of evaluate.py: name another folder with --out")
+    rows, texts_hash = reward_rows() if rewards else likelihood_rows(is_run)
     # Printed first, so that a folder that cannot be written costs no result.
-    print(table_md(rows))
-    make_folder(folder)
-    write_json(f"{folder}/evaluation.json", dict(model=init_from, base=base, against=against, rows=rows))
-    print(f"wrote {folder}/evaluation.json")
+    print(table_md(without_copies(rows)))
+    save_rows(folder, texts_hash, rows)
 
 
 if __name__ == "__main__":

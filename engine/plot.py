@@ -37,6 +37,11 @@ PANELS = dict(
     lr="learning rate",
     tok_s="tokens per second",
     minutes="validation (bits/byte) over minutes")
+# What posttrain/qrpo.py logs besides, and the unit of each of its losses.
+ALIGNMENT = dict(
+    reward_policy="mean reward (estimated)",
+    kl="KL to the start model (nats)")
+LOSS_UNITS = dict(qrpo="squared error", rebel="squared error", dpo="-log sigmoid", simpo="-log sigmoid")
 # {key of the log: (label of the x-axis, units of the log per unit of the axis)}; tokens: unit_of_tokens()
 UNITS = dict(step=("step", 1), seconds=("minutes", 60))
 
@@ -98,8 +103,21 @@ def draw_curve(axis, points, unit, colour, name):
     axis.plot(x, mean, color=colour, marker="." if len(x) < 100 else "", label=f"{name} {points[1, -1]:.5g}")
 
 
-def curves(folders, path, panels=PANELS):
-    """Plot `panels`, {key of the log: title}, of runs over tokens, or steps if one is of posttrain/. A colour a run."""
+def panels_of(folders):
+    """The panels of runs, {key of the log: title}."""
+    losses = LOSS_UNITS.keys() & {settings_of(folder).get("loss") for folder in folders}
+    if not losses:
+        return PANELS
+    titles = [f"{loss} loss ({LOSS_UNITS[loss]})" for loss in sorted(losses)]
+    return PANELS | ALIGNMENT | dict(loss=", ".join(titles))
+
+
+def curves(folders, path, panels=None):
+    """
+    Plot `panels`, {key of the log: title}, of runs over tokens, or steps if one is of posttrain/. A colour a run.
+    panels: None = those of panels_of().
+    """
+    panels = panels or panels_of(folders)
     x_axis = "step" if any("chat" in settings_of(folder) for folder in folders) else "tokens"
     runs = [read_points(folder, panels, x_axis) for folder in folders]
     shown = [key for key in panels if any(key in points for points in runs)]
@@ -126,7 +144,7 @@ def shared_panels(folders):
     """
     configs = [settings_of(folder) for folder in folders]
     if len({config.get("data_hash") for config in configs}) == 1:
-        return PANELS
+        return panels_of(folders)
     from data import read_meta  # here, since the rest of this file needs nothing of the root
     metas = [read_meta(config["data"]) for config in configs]
     # Bytes of each validation text.

@@ -265,7 +265,7 @@ def export(folder, out):
     """Write the dense equivalent of a run as a Hugging Face folder."""
     if not out:
         raise ValueError(f"merge={folder}: name the folder to write with --save")
-    convert.save_hf(load(folder).to_dense(), out, load_for(folder))
+    convert.save_hf(load(folder).to_dense(), out, load_for(folder), source=folder)
     print(f"wrote {out}: transformers.AutoModelForCausalLM.from_pretrained({out!r}) reads it")
 
 

@@ -29,6 +29,7 @@ FREE = {
     *FIXED, "out", "data", "rewards", "references", "show", "resume", "device", "parallel", "compile", "micro_batch",
     "pack", "checkpoint_every", "keep_checkpoints", "recompute",
 }
+FEW_STEPS = 20
 # Without adapters, their settings decide nothing.
 OF_ADAPTERS = {"lora_r", "lora_alpha", "base"}
 
@@ -57,6 +58,15 @@ def must_match(settings):
     """The settings that a resumed run may not change, {name: value}."""
     free = FREE if settings["lora_r"] else FREE | OF_ADAPTERS
     return {name: settings[name] for name in sorted(settings.keys() - free)}
+
+
+def announce(n_items, items, steps):
+    """Print how many items (their name, plural) and steps a run has, and a warning if the steps are too few."""
+    print(f"{n_items} {items}, {steps} step{'s' * (steps != 1)}")
+    if steps < FEW_STEPS:
+        fitting = max(1, n_items // FEW_STEPS)
+        print(f"warning: fewer than {FEW_STEPS} steps hardly change a model: take --batch_size={fitting}, "
+              "more --epochs, and for a small model a higher --lr (docs/posttraining.md)")
 
 
 def finish(run, model):

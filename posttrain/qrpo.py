@@ -26,7 +26,8 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 First, n completions per prompt are sampled from the start model and scored, and their log-probs under it are stored, so
 that training holds no second model. With adapters (--lora_r) the reference is the same model with the adapters off.
 Then the loop, train(), follows. out/<run>/references caches every stage: a run can be killed anywhere, and --resume
-continues it. After SIGTERM, SIGUSR2, or `touch out/<run>/stop`, all ranks stop after the current micro-batch and save.
+continues it. In the loop, all ranks stop after the current micro-batch and save on SIGTERM, SIGUSR2, or `touch
+out/<run>/stop`; before it, a signal ends them at once.
 In the log, `tokens` are those of the step's completions, without prompts.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
@@ -391,7 +392,8 @@ def main():
             convert.write_config(out, settings | dict(chat=True), shape, tok)
             if dropped:
                 print(describe_dropped(dropped, len(prompts), "prompts"))
-            print(*notes, f"{len(all_pairs.sequences)} pairs, {steps} step{'s' * (steps != 1)}", sep="\n")
+            print(*notes, sep="\n")
+            common.announce(len(all_pairs.sequences), "pairs", steps)
         run.begin(settings, steps, checkpoint, model.flops_per_token(all_pairs.window))
         with suppress(StepInterrupted):                    # the steps before it are saved below
             train(run, model, opt, all_pairs, micro_batch_size)

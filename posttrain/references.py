@@ -6,7 +6,7 @@ killed anywhere, and runs with the same start model share the folder.
 
     references/HASH/                             HASH: of the start model, the data, the seed and the lengths
                     samples-N-0000000.json       N prompts per file: [[ids, ...] of each prompt]
-                    rewards-HASH-0000000.json    HASH: of the reward's file and function, or of its judge and charter
+                    rewards-HASH-0000000.json    HASH: of the reward's files and function, or of its judge and charter
                     logp-DTYPE-N-of-M-0000000.json    N of the M completions per file
 """
 
@@ -175,16 +175,10 @@ class References:
 
     def draw(self, model, k, prompts):
         """n_refs completions of each of these prompts (ids), as ids. k: the number of the first of them."""
-        n, special = self.settings["n_refs"], self.tok.special
         # Seeded by the batch and not by the run, so that a resumed run draws the same.
         generator = torch.Generator(self.device).manual_seed(self.settings["seed"] * 1_000_003 + k)
-        repeated = [ids for ids in prompts for _ in range(n)]
-        # Stop at a tool call too: the model would invent the tool's output. Unfinished completions are left out.
-        stop = {special[END], special.get("<|tools_suffix|>", special[END])}
-        # Temperature 1, without top-k or top-p, samples from pi_ref itself.
-        texts = generate(model, repeated, self.room_for(prompts), stop, generator=generator)
-        completions = [text[len(ids):] for text, ids in zip(texts, repeated)]
-        return [completions[i:i + n] for i in range(0, len(completions), n)]
+        return sample_completions(
+            model, self.tok, prompts, self.settings["n_refs"], self.room_for(prompts), generator)
 
     def rewards_of(self, prompt, score):
         """
@@ -193,12 +187,7 @@ class References:
         """
         texts = [self.tok.words(ids) for ids in [*prompt.references, *prompt.given]]
         where = f"{self.settings['data']}, {prompt.place}: --rewards={self.settings['rewards']}"
-        try:
-            values = [float(value) for value in score(prompt.row, texts)]
-        except Exception as e:      # anything may come from the user's code
-            raise ValueError(f"{where} failed ({in_one_line(e)}). The samples are kept: repair it and "
-                             "--resume") from None
-        read_numbers(dict(rewards=values), "rewards", len(texts), where)
+        values = score_texts(score, prompt.row, texts, where, ". The samples are kept: repair it and --resume")
         return [values[:len(prompt.references)], values[len(prompt.references):]]
 
     @torch.no_grad()
@@ -222,6 +211,17 @@ class References:
         drop_gathered(self.model)
         self.model.train()
         return values
+
+
+def sample_completions(model, tok, prompts, n, room, generator):
+    """n completions of each of the prompts (ids), as ids of at most `room` tokens: a list of n for each prompt."""
+    repeated = [ids for ids in prompts for _ in range(n)]
+    # Stop at a tool call too: the model would invent the tool's output. Unfinished completions are left out.
+    stop = {tok.special[END], tok.special.get("<|tools_suffix|>", tok.special[END])}
+    # Temperature 1, without top-k or top-p, samples from the model itself.
+    texts = generate(model, repeated, room, stop, generator=generator)
+    completions = [text[len(ids):] for text, ids in zip(texts, repeated)]
+    return [completions[i:i + n] for i in range(0, len(completions), n)]
 
 
 # -----------------------------------------------------------------------------
@@ -268,6 +268,18 @@ def sequence_logp(model, sequences):
 
 def in_one_line(error):
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def score_texts(score, row, texts, where, advice=""):
+    """
+    The rewards of completions (str) of the prompt of a row. where, advice: beginning and end of the ValueError if the
+    function raises, or does not return one finite number for each.
+    """
+    try:
+        values = [float(value) for value in score(row, texts)]
+    except Exception as e:          # anything may come from the user's code
+        raise ValueError(f"{where} failed ({in_one_line(e)}){advice}") from None
+    return read_numbers(dict(rewards=values), "rewards", len(texts), where)
 
 
 def load_reward(spec, device):

@@ -51,7 +51,7 @@ import torch
 
 import convert
 from ademamix import build_optimizer, optimizer_step
-from chat import describe_dropped, learnable
+from chat import conversation as as_messages, describe_dropped, learnable
 from configurator import run as run_script, settings as read_settings
 from engine import memory, restore
 from engine.parallel import Ranks, check_finite, orderly_exit, reduce_step
@@ -66,7 +66,7 @@ from train import build_model, conclude
 out = "out/sft"                 # the run folder
 init_from = "out/laptop"        # the start model: run folder, Hugging Face folder or hub name
 data = "conversations.jsonl"    # .jsonl, .parquet, folder, glob, hf://datasets/OWNER/NAME; several with commas between
-show = False                    # print the first conversations token by token, learnt tokens in green, and stop
+show = False                    # print the first conversations, learnt tokens in green, and stop
 resume = False                  # continue from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
@@ -233,11 +233,11 @@ def introduce(conversations, dropped, steps):
     if dropped:
         print(describe_dropped(dropped, len(conversations), "conversations"))
     print(f"{conversations.tokens:,} tokens, {conversations.learnt:,} of them learnt")
-    print(f"{len(conversations)} conversations, {steps} step{'s' * (steps != 1)}")
+    common.announce(len(conversations), "conversations", steps)
 
 
 def show_conversations():
-    """--show: the first three conversations of each source, token by token, or why one of them would be left out."""
+    """--show: the first three conversations of each source, or why one of them would be left out."""
     shape, tok, _ = convert.start_of(init_from)
     tok.check_chat()
     for place, row in itertools.chain(*(first_rows(source, 3) for source in sources_of(data))):
@@ -246,16 +246,25 @@ def show_conversations():
             print(f"{place} is left out: {result}")
             continue
         ids, loss_mask = result
-        # One piece per token; a vocabulary of single bytes has one per run, so that letters and words stay whole.
-        key = loss_mask.__getitem__ if len(tok.pieces) == 256 else None
-        pieces = []
-        for _, group in itertools.groupby(range(len(ids)), key):
-            positions = list(group)
-            text = tok.decode_bytes(ids[positions[0]:positions[-1] + 1]).decode("utf-8", errors="backslashreplace")
-            colour = 32 if loss_mask[positions[0]] else 90
-            pieces.append(f"\x1b[{colour}m{text}\x1b[0m".replace("\n", "⏎"))
-        print("·".join(pieces))
-        print(f"{sum(loss_mask)} of {len(ids)} tokens are learnt (green)\n")
+        row = as_messages(row)
+        has_own_beginning = row["messages"][0]["role"] == "system" or row["tools"]
+        begin = 0 if has_own_beginning else ids.index(tok.id_of("<|user_start|>"))
+        print(coloured(tok, ids[begin:], loss_mask[begin:]))
+        default = f"; the default system message, {begin} tokens, is not shown" if begin else ""
+        print(f"{sum(loss_mask)} of {len(ids)} tokens are learnt (green){default}\n")
+
+
+def coloured(tok, ids, loss_mask):
+    """A conversation as a line for the terminal: in grey what is read, in green, with dots between tokens, the rest."""
+    # A vocabulary of single bytes has no dots, so that letters and words stay whole.
+    has_dots = len(tok.pieces) > 256
+    pieces = []
+    for _, group in itertools.groupby(range(len(ids)), lambda i: i * loss_mask[i] if has_dots else loss_mask[i]):
+        positions = list(group)
+        text = tok.decode_bytes(ids[positions[0]:positions[-1] + 1]).decode("utf-8", errors="backslashreplace")
+        colour = 32 if loss_mask[positions[0]] else 90
+        pieces.append(f"\x1b[{colour}m{text}\x1b[0m".replace("\n", "⏎"))
+    return "·".join(pieces)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,12 @@ SETTINGS = ("run(", "run_script(", "settings(globals()")  # how a script hands o
 
 
 def product_files():
-    """The Python files outside of tests/ and configs/, tracked or new."""
+    """The Python files outside of tests/ and configs/, tracked or new; without git, all that are there."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "*.py"]
-    names = subprocess.check_output(command, text=True, cwd=ROOT).split()
-    return [name for name in names if not name.startswith(("tests/", "configs/")) and (ROOT / name).exists()]
+    names = subprocess.run(command, text=True, cwd=ROOT, capture_output=True).stdout.split()
+    names = names or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")]
+    elsewhere = ("tests/", "configs/", "out/", "data/", "lessons/", ".")
+    return [name for name in names if not name.startswith(elsewhere) and (ROOT / name).exists()]
 
 
 def imported_modules(tree, modules):

@@ -16,7 +16,6 @@ from trained import contents, log
 
 import convert
 from data import TokenDataset
-from engine.runs import settings_of
 
 RUN = """--total_samples=40 --warmup_samples=8 --decay_samples=16 --batch_size=8 --micro_batch=4 --lr=1e-3 --seed=29
     --sample_every=0 --min_lr=1e-4 --dtype=float32 --eval_every=4 --eval_windows=8 --last_eval_windows=8
@@ -73,14 +72,6 @@ def test_peft_computes_the_loss_that_the_run_ends_with(lab, runs):
     assert convert.load_any(str(runs / "adapted"))[0].config.rope_theta == 50
     for file in (runs / "adapted" / "ckpt").glob("step-*/*.safetensors"):
         assert all(".lora_" in name for name in load_file(file))
-
-
-def test_window_and_rope_may_change(lab, tmp_path):
-    args = "--block_size=512 --rope_theta=1e6 --doc_mask=False --total_samples=24"
-    done = go_on(lab, tmp_path / "run", *args.split())
-    assert done.returncode == 0, done.stderr
-    found = settings_of(tmp_path / "run")
-    assert [found[name] for name in ("block_size", "n_embd", "rope_theta", "doc_mask")] == [512, 32, 1e6, False]
 
 
 def test_a_vocabulary_that_differs_in_one_id_is_an_error_of_the_start_and_of_a_teacher(lab, tmp_path):

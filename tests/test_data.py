@@ -186,20 +186,6 @@ def apart(folder, tmp_path_factory):
 FORMS = {"{0},{1}": None, "{{{0}: 1, {1}: 6}}": {A: 1, B: 6}, "{{'{1}':0.5,\"{0}\":.25}}": {B: 0.5, A: 0.25}}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_several_folders_are_read_like_one_with_the_sources_of_all(folder, apart, form, split):
-    """By size or by weights. Validation text is always read by size, since each text counts once."""
-    sources = FORMS[form] if split == "train" else None
-    goldfish = 4, 13, "product", "stream"
-    ours = TokenDataset(form.format(*apart), split, 16, 28, *goldfish)
-    want = TokenDataset(folder, split, 16, 28, *goldfish, sources=sources or sorted((A, B), reverse="{1}'" in form))
-    assert (ours.n_tokens, ours.n_windows) == (want.n_tokens, want.n_windows)
-    assert ours.bits_per_byte(1.0) == want.bits_per_byte(1.0)
-    for ours_of, of in zip(ours.batch(990, 100), want.batch(990, 100)):
-        assert ours_of.equal(of)
-
-
 def test_stages_name_the_sources_of_all_folders(folder, apart, tmp_path):
     """Of two sources with one name the second is called FOLDER/SOURCE."""
     staged = StagedDataset(",".join(apart), TABLE, 16)
@@ -236,7 +222,6 @@ def copied(folder, tmp_path):
     [
         (lambda path: os.truncate(path, 100), "where meta.json has 700 tokens: prepare the data again"),
         (lambda path: np.save(path, np.zeros(700, np.float32)), "where meta.json has 700 tokens"),
-        (lambda path: np.save(path, np.zeros(699, np.uint16)), "where meta.json has 700 tokens"),
         (lambda path: np.save(path, np.full(700, 320, np.uint16)), "id 320 >= vocab_size 320 in samples 0 to 299"),
     ],
 )
@@ -330,9 +315,3 @@ def test_the_command_shows_the_sources_and_a_window_of_them(lab):
     done = script("data.py", f"{lab}/data", f"--block_size={source['tokens'] - 1}")
     assert f"{source['documents']:8,} documents {source['tokens']:14,} tokens" in done.stdout
     assert f"the first of seed 28 has {source['documents']} documents:\n\n<s>" in done.stdout
-
-
-def test_the_command_shows_several_folders_as_one(apart):
-    shown = script("data.py", *apart).stdout
-    n = TokenDataset(",".join(apart), "train", 256).n_windows
-    assert "a.jsonl " in shown and "b.jsonl " in shown and f"{n:,} windows of 256" in shown

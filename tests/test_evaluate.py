@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections import Counter
 
 import numpy as np
@@ -16,6 +15,7 @@ from tiny import small, write_rows
 
 import evaluate
 import tokenizer
+from engine.files import read_json
 from studies.kit import read_rows
 
 TOK = tokenizer.load("byte")
@@ -121,8 +121,28 @@ def test_one_command_gives_a_table_and_json(lab, tmp_path):
     assert [(row["name"], row["n"]) for row in rows] == [*counts.items(), *[("texts.jsonl", 1)] * 2]
     # One document has no interval.
     assert f"| de | bits/byte | 1 | {len(TEXTS[3].encode())} | {rows[1]['score']:.3f} |  |  |  |" in table
-    _, rows = evaluated(tmp_path, texts, f"--init_from={lab}/hf", "--limit=2", "--by=source")
-    assert [(row["name"], row["n"]) for row in rows] == [("all", 2), ("texts.jsonl", 2)]
+    for _ in range(2):
+        table, few = evaluated(tmp_path, texts, f"--init_from={lab}/hf", "--limit=2", "--by=source")
+    assert [(row["name"], row["n"]) for row in few] == [("all", 2), ("texts.jsonl", 2)]
+    # The table does not repeat the only group; results of other options are kept, those of the same are replaced.
+    assert "| texts.jsonl |" in table and "| all |" not in table
+    [older] = (tmp_path / "out").glob("evaluation-*.json")
+    assert read_json(older)["rows"] == rows
+
+
+def test_rewards_are_means_of_four_answers_of_each_model(lab, tmp_path):
+    """A call of the reward sees ours, then the other's. A model against itself has the same answers."""
+    (tmp_path / "r.py").write_text("def rewards(row, completions): return range(8)")
+    how = f"{lab}/prompts.jsonl", f"--init_from={lab}/sft", f"--against={lab}/sft"
+    _, rows = evaluated(tmp_path, *how, f"--rewards={tmp_path}/r.py")
+    assert [(row["metric"], row["n"], row["score"]) for row in rows] == [
+        ("reward", 6, 1.5),
+        (f"reward above {lab}/sft", 6, -4),
+    ]
+    _, rows = evaluated(tmp_path, *how, f"--rewards={lab}/reward.py:one")
+    assert rows[0]["score"] > 1 and rows[1]["score"] == 0
+    _, [row] = evaluated(tmp_path, *how, "--against=", f"--rewards={lab}/reward.py:one", "--limit=4")
+    assert row["n"] == 4 and row["low"] < row["score"] < row["high"]
 
 
 def test_rows_against_another_model_are_the_differences_of_the_scores(lab, tmp_path):
@@ -160,19 +180,6 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path,
     monkeypatch.setattr(evaluate, "settings_of", lambda run: dict(data=f"{data},{lab}/data"))
     documents, _ = evaluate.read_paths(is_run=True)
     assert documents == found + evaluate.validation_documents(lab / "data")
-
-
-def test_a_run_on_two_folders_is_evaluated_on_both(lab, tmp_path):
-    """As train.py reads --data=A,B, and --data={A: 2, B: 1}."""
-    model = shutil.copytree(lab / "pretrained", tmp_path / "run")
-    other = shutil.copytree(lab / "data", tmp_path / "other")
-    config = json.loads((model / "config.json").read_text())
-    n = len(evaluate.validation_documents(str(other)))
-    for data in (f"{lab}/data,{other}", f"{{{lab}/data: 2, {other}: 1}}"):
-        config["nanoapertus"]["data"] = data
-        (model / "config.json").write_text(json.dumps(config))
-        _, rows = evaluated(tmp_path, f"--init_from={model}")
-        assert rows[0]["n"] == 2 * n
 
 
 def test_lm_eval_reads_a_run_folder_and_agrees(lab, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from lab import run
 from trained import corpus, equal, killed_after, log, ran, trained
 
 from engine import plot
+from engine.files import read_json
 
 # The mixture of two folders, and of their sources in one folder: by size, or two of three samples of the first.
 WEIGHTED = "--stage=all", "--stages=(('1',{'a.jsonl':2,'b.jsonl':1},1000000,28),)"
@@ -45,15 +46,12 @@ def test_its_curve_is_compared_with_that_of_the_other_run(runs):
     assert list(plot.shared_panels([apart, together])) == ["val_bpb"]
 
 
-def test_it_samples_and_exports(runs, tmp_path):
+def test_it_is_evaluated_on_the_validation_text_of_both(runs, tmp_path):
     _, apart, _, together = runs
-    texts, exports = [], []
     for folder in apart, together:
-        how = f"--init_from={folder}", "--max_new_tokens=30", "--device=cpu"
-        texts.append(run("sample.py", "--start=Line 7", *how).stdout)
-        run("convert.py", f"--load={folder}", f"--save={tmp_path / folder.name}")
-        exports.append((tmp_path / folder.name / "model.safetensors").read_bytes())
-    assert texts[0] == texts[1] and texts[0].startswith("Line 7") and exports[0] == exports[1]
+        run("evaluate.py", f"--init_from={folder}", f"--out={tmp_path / folder.name}")
+    one, other = (read_json(f"{tmp_path}/{folder.name}/evaluation.json")["rows"] for folder in (apart, together))
+    assert one == other
 
 
 @pytest.mark.parametrize("name", "ab")
@@ -79,11 +77,12 @@ def test_a_document_that_is_removed_from_one_folder_ends_the_run_and_its_audit(r
     run("prepare.py", f"--remove={tmp_path / 'list'}", f"--out={root / 'b'}")
     killed = killed_after(apart, tmp_path / "killed", 10)
     refused(ran(data, killed, XIELU, "--resume"), "data_hash")
-    find = "--find=a.jsonl line 6"
-    refused(script("corpus.audit", root / "a", find, f"--when={apart}"), "has changed since the run began")
+    find = "--find=a.jsonl line 6", f"--when={apart}"
+    refused(script("corpus.audit", root / "a", *find), "has changed since the run began")
     shutil.rmtree(root / "b")
     shutil.move(kept, root / "b")
     assert ran(data, killed, XIELU, "--resume").returncode == 0
+    refused(script("corpus.audit", both, *find), "ask that folder")
 
 
 def test_folders_of_two_vocabularies_are_an_error_in_one_line(runs, tmp_path):

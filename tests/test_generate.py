@@ -79,10 +79,8 @@ def test_a_row_that_has_ended_repeats_its_stop_token_until_all_have():
 
 
 def test_what_cannot_be_is_refused_in_one_line():
-    model = small()
     with pytest.raises(ValueError, match="a prompt is empty"):
-        generate(model, [[5, 6], []], 3)
-    assert torch.equal(model(ids(1, 9)), small()(ids(1, 9)))
+        generate(small(), [[5, 6], []], 3)
 
 
 @pytest.mark.parametrize(

@@ -93,19 +93,6 @@ def test_labels_that_no_window_ends_in_are_kept(hash):
         assert goldfish_mask(ids(2, T), 1.0001, 50, hash).tolist() == kept
 
 
-def test_windows_that_differ_in_one_or_two_labels_never_collide():
-    """As A is odd, a A^i + b A^j = 0 mod 2^64 means a A^(i-j) = -b, which no |a|, |b| < 2^17 fulfil."""
-    a = np.arange(1, 2**17, dtype=np.uint64)
-    for n in range(1, 50):
-        assert np.abs((a * np.uint64(pow(A, n, WRAP))).view(np.int64)).min() >= 2**17
-
-
-@pytest.mark.parametrize("args", [(ids(4).float(),), (ids(4), 1), (ids(4), 50, 0), (ids(4), 50, 50, "sha")])
-def test_a_wrong_argument_is_an_error_that_names_what_it_wants(args):
-    with pytest.raises(ValueError, match="want "):
-        goldfish_mask(*args)
-
-
 def test_the_command_prints_the_rates_of_a_text_and_a_passage_with_its_holes(tmp_path):
     text = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 20
     (tmp_path / "austen.txt").write_text(text)

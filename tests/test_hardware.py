@@ -71,17 +71,16 @@ def test_malloc_keeps_freed_memory(monkeypatch):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @torch.no_grad()
-def test_a_row_times_a_matrix_is_the_product_in_fp64_by_four_sums_if_it_is_compiled(dtype, tolerance):
+def test_a_row_times_a_matrix_is_the_product_in_fp64_compiled_too(dtype, tolerance):
     torch.manual_seed(0)
     linear = torch.nn.Sequential(model.Linear(96, 7))
     decoding.one_row_products(linear)
     x, w = torch.randn(1, 1, 96, dtype=dtype), linear[0].weight.normal_().to(dtype)
-    graph, two = (torch._dynamo.export(linear)(x.expand(n, 1, 96))[0] for n in (1, 2))
     want = x.double() @ w.double().T
-    for y in (graph(x), linear(x)):
+    for product in (torch.compile(linear, backend="eager", fullgraph=True), linear):
+        y = product(x)
         assert y.dtype == dtype
         assert (y - want).abs().max() <= tolerance * want.abs().max()
-    assert graph.code.count(".sum(") == 4 and ".sum(" not in two.code
 
 
 def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):

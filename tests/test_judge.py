@@ -198,6 +198,18 @@ def test_probabilities_are_those_of_transformers(model):
 # --rewards
 
 
+def test_rewards_are_those_of_a_script_and_of_the_modules_beside_it_that_it_imports(tmp_path):
+    """At any depth, and inside functions; a cache of rewards has this hash in its name."""
+    sources = {"r": "import json, a", "a": "def f(): from b.c import g", "b/c": "import r", "unused": ""}
+    hashes = []
+    for changed in ("", "unused", *sources):
+        for name, source in sources.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / f"{name}.py").write_text(source + "\n#" * (name == changed))
+        hashes.append(judge.reward_hash(f"{tmp_path}/r.py"))
+    assert hashes[0] == hashes[1] == hashes[-1] and len({*hashes}) == 4
+
+
 def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, tmp_path):
     """It orders all four: "" is last, "x..." first, and the two sampled texts are between them."""
     write_rows(tmp_path / "prompts.jsonl", [dict(ROW, completions=["", "x" * 9])])

@@ -165,32 +165,6 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path)
         assert ("for validation" if row["split"] == "val" else want) in said
 
 
-def test_a_run_on_several_folders_answers_for_each_of_them(lab, data, tmp_path):
-    """The record of a run of 10 steps of 8 windows of 257 tokens, as train.py --data=A,B would write it."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    shutil.copytree(lab / "data", first)
-    fill(second, write_lines(tmp_path / "in.jsonl", rows(9)))
-    read = shutil.copytree(lab / "pretrained", tmp_path / "run")
-    config = json.loads((read / "config.json").read_text())
-    both = TokenDataset(f"{first},{second}", "train", 256)
-    config["nanoapertus"].update(data=f"{first},{second}", data_hash=both.fingerprint)
-    (read / "config.json").write_text(json.dumps(config))
-    tokens = [streams(first)["data", "train"], streams(second)["second", "train"]]
-    idx, targets, *_ = both.batch(0, 80)
-    windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1).astype(np.uint16)
-    places = np.array([np.hstack(tokens).tobytes().find(window.tobytes()) // 2 for window in windows])
-    for folder, begin in ((first, 0), (second, len(tokens[0]))):
-        for row in kept(folder):
-            at = begin + row["offset"]
-            steps = sorted(set(np.flatnonzero((at - 257 < places) & (places < at + row["tokens"])) // 8))
-            if row["split"] == "train" and steps:
-                break
-        said = ask(folder, f"--find={row['id']}", f"--when={read}")
-        assert f"read at {len(steps)} of the 10 steps of {read}: {steps[0]} (" in said
-    row = next(row for row in kept(data) if row["split"] == "train")
-    refuse("ask that folder", data, f"--find={row['id']}", f"--when={read}", name="corpus.audit")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # remove
 

@@ -12,8 +12,6 @@ import pytest
 from conftest import ROOT, script
 from transformers import AutoTokenizer  # noqa: F401  import it once, not in each fork
 
-import tools.lesson
-
 LESSONS = tomllib.loads(Path(ROOT, "tools", "lessons.toml").read_text())
 KEPT = {}
 pytestmark = pytest.mark.alone
@@ -53,14 +51,6 @@ def lesson(tmp_path, monkeypatch):
     return lambda *args: script("tools.lesson", f"--out={tmp_path}", *args)
 
 
-def test_a_body_goes_with_its_comments_and_its_docstring_stays():
-    source = "class A:\n    @property\n    def f(self):\n        # why\n        return 1\n\n\n"
-    source += 'def g(\n    x,\n):\n    """Give x."""\n    # how\n    return x  # end\n\n\nh = 2\n'
-    empty = source.replace("        # why\n        return 1\n", "        raise NotImplementedError('write A.f')\n")
-    empty = empty.replace("    # how\n    return x  # end\n", "    raise NotImplementedError('write g')\n")
-    assert tools.lesson.empty_functions(source, ["A.f", "g"]) == empty
-
-
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_judge_passes_our_file_fails_the_empty_one_and_names_each_mistake(lesson, tmp_path, name):
     row = LESSONS[name]
@@ -93,13 +83,6 @@ def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path
         sheet += f"\nHint {n} of 3: {hint}\n"
     assert "the last hint" in lesson("rope", "--hint").stdout
     assert (tmp_path / "rope" / "README.md").read_text() == sheet
-    mine = tmp_path / "rope" / "model.py"
-    before = mine.read_text()
-    mine.write_text(f"{before}# begun")
-    assert lesson("rope").stdout.strip() == LESSONS["rope"]["sheet"].strip()
-    assert mine.read_text() == f"{before}# begun"
     monkeypatch.undo()
     script("tools.lesson", "rope", f"--out={tmp_path}", "--solution")
-    lines = capfd.readouterr().out.splitlines()
-    assert "+    turned = torch.cat((-b, a), dim=-1)" in lines
-    assert "-    raise NotImplementedError('write rotate')" in lines
+    assert "+    turned = torch.cat((-b, a), dim=-1)" in capfd.readouterr().out.splitlines()

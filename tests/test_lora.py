@@ -81,6 +81,9 @@ def test_a_new_adapter_is_the_base_exactly_and_starts_like_pefts_by_seed_and_nam
     assert numbers.std().item() == pytest.approx(3**-0.5, rel=0.03)
 
 
+NAME = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+
+
 def test_an_adapter_of_peft_on_some_matrices_of_one_layer_has_its_logits(tmp_path):
     """The names of the tensors say which matrices have an adapter."""
     config = peft.LoraConfig(
@@ -97,9 +100,6 @@ def test_an_adapter_of_peft_on_some_matrices_of_one_layer_has_its_logits(tmp_pat
     lora.load(model, str(tmp_path))
     assert len(lora.lora_layers(model)) == 2
     close(logits(model), theirs(IDX).logits)
-
-
-NAME = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(

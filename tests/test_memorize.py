@@ -1,7 +1,6 @@
 """memorize.py: Rouge-L against Google's, continuations against generate(), and a small study from data to rows."""
 
 import json
-import os
 import random
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ import tiny
 import torch
 import torch.nn.functional as F
 from conftest import script
-from lab import run
 
 import convert
 from engine.files import read_json, sha256_of
@@ -48,27 +46,20 @@ def test_the_model_continues_bos_and_the_prefix():
     assert memorize.recite(model, 1, passages.tolist(), "nucleus", 10, 20)["said"] != row["said"]
 
 
-# -----------------------------------------------------------------------------
-# a small study
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
+def test_a_small_study_plants_its_passages_and_its_rows_are_those_of_the_trained_model(tmp_path, monkeypatch):
     """
-    A study of two models with one seed, stopped before the second and started again; train.py runs in this process.
-
-    Returns the folder, and the names of the models in the order of their training.
+    Passages are counted in the stream: as often as their bucket says, and edited copies differ in 5 % of their tokens.
+    The data have a committed hash. train.py runs in this process.
     """
-    root = tmp_path_factory.mktemp("study")
     letters = random.Random(0).choices("abcdefghij klmnopqrstuvwxyz\n", k=50_000)
-    (root / "book.txt").write_text("".join(letters))
+    (tmp_path / "book.txt").write_text("".join(letters))
     shape = ["--n_layer=1", "--n_head=2", "--n_kv_head=1", "--n_embd=16", "--ffn_dim=32", "--compile=False"]
     settings = dict(
-        paths=[str(root / "book.txt")],
-        out=f"{root}/out",
-        runs=f"{root}/runs",
+        paths=[str(tmp_path / "book.txt")],
+        out=f"{tmp_path}/out",
+        runs=f"{tmp_path}/runs",
         tokenizer="byte",
-        models="none k4",
+        models="k4",
         seeds=1,
         background=6000,
         n_passages=1,
@@ -77,28 +68,12 @@ def study(tmp_path_factory):
         BUCKETS=[0, 1, 16, "edited"],
         PASSAGE=100,
     )
-    begun = []
+    for name, value in settings.items():
+        monkeypatch.setattr(memorize, name, value)
+    monkeypatch.setattr(kit, "subprocess", SimpleNamespace(run=lambda command, **_: script(*command[2:])))
+    memorize.main()
 
-    def run(command, stdout, **_):
-        begun.append(os.path.basename(stdout.name).split("-")[0])
-        if len(begun) == 2:
-            stdout.write("begun\nstopped by its user")
-            return SimpleNamespace(returncode=0)
-        return script(*command[2:])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kit, "subprocess", SimpleNamespace(run=run))
-        for name, value in settings.items():
-            patch.setattr(memorize, name, value)
-        with pytest.raises(ValueError, match="ended with code 0: stopped"):
-            memorize.main()
-        memorize.main()
-    return root, begun
-
-
-def test_passages_are_read_as_often_as_their_bucket_says(study):
-    """Counted in the stream. Edited copies differ in 5 % of their tokens. The data have a committed hash."""
-    (data,) = (study[0] / "runs").glob("data-*")
+    (data,) = (tmp_path / "runs").glob("data-*")
     probes = json.loads((data / "probes.json").read_text())
     train = np.load(data / "train_00000.npy").reshape(-1, 102)[:, 1:-1]
     shares = [(train == probe["ids"]).mean(1) for probe in probes]
@@ -106,43 +81,11 @@ def test_passages_are_read_as_often_as_their_bucket_says(study):
     assert 0.94 < shares[-1][shares[-1] > 0.8].mean() < 0.97
     assert sha256_of(read_json(f"{data}/meta.json"))[:12] == "1c32e4373bf4"
 
-
-def test_a_stopped_study_trains_what_is_missing_and_its_rows_are_those_of_the_checkpoint(study):
-    root, begun = study
-    assert begun == ["none", "k4", "k4"]
-    rows = kit.read_rows(root / "out" / "rows.jsonl")
-    assert [row["model"] for row in rows if row["kind"] == "validation"] == ["none", "k4"]
-    (run,) = (root / "runs").glob("k4-s11-*/")
-    settings = settings_of(run)
-    # The run reads all windows of the stream once.
-    wanted = dict(
-        goldfish_k=4,
-        seed=11,
-        block_size=256,
-        batch_size=8,
-        total_samples=80,
-        warmup_samples=8,
-        decay_samples=24,
-        resume=True,
-    )
-    assert wanted.items() <= settings.items()
-    ids = json.loads(open(f"{settings['data']}/probes.json").read())[2]["ids"]
+    (run,) = (tmp_path / "runs").glob("k4-s11-*/")
+    # The run reads all windows of the stream once, with its own k.
+    assert dict(goldfish_k=4, block_size=256, total_samples=80).items() <= settings_of(run).items()
     model, _ = convert.load_any(str(run))
+    rows = kit.read_rows(tmp_path / "out" / "rows.jsonl")
     for kind, prefix in (("greedy", 12), ("nucleus", 50)):
-        row = memorize.recite(model, 1, [ids], kind, prefix, 50)
+        row = memorize.recite(model, 1, [probes[2]["ids"]], kind, prefix, 50)
         assert dict(row, model="k4", seed=11, repetitions=16) in rows
-
-
-def test_any_model_is_tested_with_probes_of_prepare(lab, tmp_path):
-    """The file is an object around the list. A probe's text overrides its ids. Bytes start at id 64."""
-    text = "Rouge counts what two texts share: the quick brown fox jumps over the lazy dog, 1234567890 times."
-    ids = [64 + byte for byte in text.encode()]
-    found = []
-    for probe in (dict(ids=ids), dict(text=text, ids=[3])):
-        probes = [dict(probe, repetitions=n) for n in (128, 0)]
-        (tmp_path / "probes.json").write_text(json.dumps(dict(probes=probes)))
-        files = f"--init_from={lab}/hf", f"--probes={tmp_path}/probes.json", f"--out={tmp_path}"
-        run("studies.memorize", *files, "--prefixes=(10,50)", "--suffix=40")
-        found.append(kit.read_rows(tmp_path / "rows.jsonl"))
-    assert found[0] == found[1]
-    assert len(found[0]) == 8

@@ -70,6 +70,14 @@ def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(
     assert (band.min(), band.max(), axis.get_xlabel()) == (2.0, 9.0, "step")
 
 
+def test_a_preference_run_shows_its_loss_reward_and_divergence(tmp_path, drawn):
+    folder = run(tmp_path / "a", [dict(step=0, loss=0.1, reward_policy=1.0, kl=0.2)])
+    write_lines(tmp_path / "a" / "config.json", [dict(chat=True, loss="qrpo")])
+    plot.curves([folder], "a.png")
+    titles = "qrpo loss (squared error)", "mean reward (estimated)", "KL to the start model (nats)"
+    assert {axis.get_title() for axis in drawn[0].axes} >= {*titles}
+
+
 def test_runs_of_one_data_folder_share_all_panels_other_tokenizers_bits_per_byte_and_other_texts_none(tmp_path):
     a, b, c = (run(tmp_path / name, data_hash=name, size=size) for name, size in dict(a=100, b=100, c=101).items())
     assert plot.shared_panels([a, a]) == plot.PANELS

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from scipy.signal import lfilter
 
 from papers import ppo_collapse
 from studies import kit
@@ -87,17 +86,6 @@ def test_cartpole_moves_as_gymnasiums(start, actions, states, fell):
         found.append(game.cart[0].copy())
     np.testing.assert_allclose(found[9::10], states, rtol=1e-9, atol=1e-11)
     assert over == [False] * (len(actions) - 1) + [fell]
-
-
-def test_advantages_are_scipys_filter_of_surprises_up_to_the_end_of_a_game():
-    rewards, values = torch.rand(2, 12, 3)
-    next_value = torch.rand(3)
-    over = torch.arange(12)[:, None].expand(12, 3) == 4
-    found = ppo_collapse.advantages(rewards, values, over, next_value)
-    surprise = rewards + 0.99 * torch.cat([values[1:], next_value[None]]) * ~over - values
-    for game in (slice(0, 5), slice(5, 12)):
-        want = lfilter([1], [1, -0.99 * 0.95], surprise[game].flip(0), axis=0)
-        np.testing.assert_allclose(found[game], want[::-1], rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_begins_as_the_committed_one(monkeypatch):

@@ -208,23 +208,6 @@ def test_candidates_are_finished_completions_with_their_quantile():
     assert found[0].ref_quantiles.tolist() == pytest.approx([0.5, 0.5, 1])
 
 
-def test_rewards_in_the_data_are_compared_with_all_references_which_are_no_candidates():
-    prompt = references.Prompt("line 1", {}, [1], [[5, END], [6, END]], [2, 3], [], [1, 2, 3, 3])
-    found = qrpo.candidates_of(prompt, END, 9)
-    assert [c.q for c in found] == [0.5, 1]
-    assert found[0].ref_quantiles.tolist() == [0.25, 0.5, 1, 1]
-
-
-def test_the_reward_sees_all_completions_of_a_prompt_at_once():
-    a, b, c = TOK.encode("abc")
-    store = object.__new__(references.References)  # without a model
-    store.tok, store.settings = TOK, dict(data="data", rewards="r.py", max_length=9, max_new_tokens=20)
-    prompt = references.Prompt("line 1", {}, [1, 2], [[a, b, END]], references=[[a, END], [c]])
-    rewards = {"a c ab": [1, 2, 3]}
-    assert store.rewards_of(prompt, lambda row, texts: rewards[" ".join(texts)]) == [[1, 2], [3]]
-    assert store.room_for([[1, 2], [1, 2, 3]]) == 7
-
-
 @pytest.fixture
 def pairs_of(monkeypatch):
     """pairs_of(rewards): the rewards of the pairs. A completion's quantile is a tenth of its reward, at most 1."""

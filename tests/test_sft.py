@@ -77,11 +77,6 @@ def losses(folder):
     return [entry["loss"] for entry in log(folder)]
 
 
-def test_it_learns(lab):
-    first, *_, last = log(lab / "sft")
-    assert last["step"] == 19 and last["loss"] < first["loss"] - 0.5
-
-
 @pytest.mark.parametrize("optimizer, clip", [("adamw", 100.0), ("ademamix", 0.05)])
 def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, large_eps, optimizer, clip):
     """Three steps over two epochs."""
@@ -110,7 +105,7 @@ def test_packing_changes_no_number(lab, tmp_path, monkeypatch):
     packed = f"--pack --max_length=200 --micro_batch=6 --init_from={start}".split()
     lengths = []
     monkeypatch.setattr("model.Apertus.flops_per_token", lambda model, T: lengths.append(T) or 1)
-    tune(lab, tmp_path / "packed", *packed)
+    assert "warning" not in tune(lab, tmp_path / "packed", *packed)
     assert lengths == [200]
     assert losses(tmp_path / "packed") == pytest.approx(losses(lab / "sft"), abs=2e-5)
 
@@ -120,15 +115,20 @@ def test_what_is_left_out_is_counted_by_kind_and_other_data_are_another_run(lab,
     write_rows(tmp_path / "rows.jsonl", [chat_row(user("hi"), assistant("ho")), odd, chat_row(user("a")), odd])
     said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--epochs=1")
     reasons = f"2 {chat.ODD} (first in line 2 of rows.jsonl); 1 no assistant turn (first in line 3 of rows.jsonl)\n"
-    assert f"left out 3 of 4 conversations: {reasons}" in said and "1 conversations, 1 step\n" in said
+    few = "1 conversations, 1 step\nwarning: fewer than 20 steps hardly change a model: take --batch_size=1,"
+    assert f"left out 3 of 4 conversations: {reasons}" in said and few in said
     refused(script(*tuning(lab, tmp_path / "run", "--epochs=1", "--resume")), "is of another run: data_hash")
 
 
 def test_show_prints_bytes_as_text_and_what_is_learnt_in_green(lab, tmp_path):
-    write_rows(tmp_path / "rows.jsonl", [chat_row(user("a")), chat_row(SYSTEM, user("hi"), assistant("hör\nzu"))])
+    """Without the default system message."""
+    own = chat_row(SYSTEM, user("hi"), assistant("hör\nzu"))
+    write_rows(tmp_path / "rows.jsonl", [chat_row(user("a")), own, chat_row(user("q"), assistant("x"))])
     said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--show")
     line = "<|user_start|>hi<|user_end|><|assistant_start|>\x1b[0m·\x1b[32mhör⏎zu<|assistant_end|>\x1b[0m\n"
     assert f"{line}8 of 69 " in said and "line 1 is left out: no assistant turn\n" in said
+    begins, learnt = said.splitlines()[-3:-1]
+    assert begins.startswith("\x1b[90m<|user_start|>q") and ", is not shown" in learnt
 
 
 def test_a_start_that_cannot_chat_is_an_error(lab, tmp_path):

@@ -50,14 +50,7 @@ def explicit(m):
 
 
 # Form, rank, blocks, and millions of parameters in all MLPs: arXiv 2406.16450, Table 1.
-PUBLISHED = [
-    ("lowrank", 1024, 0, 516),
-    ("blockdense", 1536, 4, 486),
-    ("blockshuffle", 0, 2, 516),
-    ("lowrank", 512, 0, 275),
-    ("blockdense", 768, 4, 260),
-    ("blockshuffle", 0, 4, 275),
-]
+PUBLISHED = [("lowrank", 1024, 0, 516), ("blockdense", 1536, 4, 486), ("blockshuffle", 0, 2, 516)]
 
 
 @pytest.mark.parametrize("row", PUBLISHED)
@@ -120,21 +113,6 @@ def test_guides_fade_like_torchs_hann_window_and_coins_land_as_their_weight_says
     assert len(coins.unique(dim=0)) == 16
 
 
-def test_guides_end_at_half_of_the_runs_steps_or_of_those_of_a_checkpoint_whose_run_was_shorter():
-    """The shorter run has 40 steps of one sample and 20 of two, so 30 guided steps."""
-    model, guides = build(FORMS[1])
-    shorter = settings(FORMS[1]) | dict(batch_ramp_at=40)
-    before, after = (("", dict(step=step, config=shorter)) for step in (29, 30))
-    assert structured_ffn.has_guides(before, guides) and not structured_ffn.has_guides(after, guides)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    guides.remove_if_over(39, optimizer)
-    assert all(m.guide is not None for m in layers(model))
-    guides.remove_if_over(40, optimizer)
-    assert all(m.guide is None for m in layers(model))
-    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}
-    guides.set(40, 0)  # there is nothing left to set
-
-
 def test_a_run_in_its_guided_phase_is_exported_as_a_dense_model(lab, tmp_path):
     """The run itself is no Apertus: it is neither loaded as one nor completed with weights for transformers."""
     out, hf = tmp_path / "run", tmp_path / "hf"
@@ -158,14 +136,14 @@ def names_of(run, step):
     return [name for file in (run / "ckpt" / f"step-{step:08d}").glob("*.safetensors") for name in load_file(file)]
 
 
-@pytest.mark.parametrize("step, samples, guided", [(4, 48, False), (4, 160, True), (6, 160, False)])
-def test_a_run_that_is_resumed_with_another_length_is_guided_for_half_of_that(lab, tmp_path, step, samples, guided):
-    """It was planned for 10 steps, half of them guided. Guides that are gone after step 6 do not come back."""
-    how = "--ffn=lowrank --ffn_rank=8 --self_guided=0.5 --checkpoint_every=2 --keep_checkpoints=0 --warmup_samples=0"
+def test_a_run_that_is_resumed_with_another_length_is_guided_for_half_of_that(lab, tmp_path):
+    """It was planned for 10 steps, half of them guided. Guides that are gone after step 5 do not come back."""
+    how = "--ffn=lowrank --ffn_rank=8 --self_guided=0.5 --checkpoint_every=1 --keep_checkpoints=0 --warmup_samples=0"
     _, *flags = pretraining(lab, tmp_path / "run", *how.split())
     run("papers.structured_ffn", *flags)
-    again = killed_after(tmp_path / "run", tmp_path / "again", step)
-    assert any("guide" in name for name in names_of(again, step)) == (step == 4)
-    changes = f"--out={again}", f"--total_samples={samples}", "--decay_samples=0", "--resume"
-    run("papers.structured_ffn", *flags, *changes)
-    assert any("guide" in name for name in names_of(again, step + 2)) == guided
+    for step, samples, guided in ((4, 48, False), (4, 160, True), (5, 160, False)):
+        again = killed_after(tmp_path / "run", tmp_path / f"{step}-{samples}", step)
+        assert any("guide" in name for name in names_of(again, step)) == (step == 4)
+        changes = f"--out={again}", f"--total_samples={samples}", "--decay_samples=0", "--resume"
+        run("papers.structured_ffn", *flags, *changes)
+        assert any("guide" in name for name in names_of(again, step + 2)) == guided

@@ -63,15 +63,7 @@ def says(done, *words):
 # Flags, and of the sixth step: loss, gradient norm, share kept, and the validation loss over 11 windows (0: all).
 PINNED = [
     ("", 4.029181, 2.016122, 0.699219, 3.959798),
-    ("--micro_batch=1", 4.029181, 2.016122, 0.699219, 3.959798),
     ("--exact", 4.029181, 2.016122, 0.699219, 3.959798),
-    ("--grad_clip=100.0", 4.034472, 2.001338, 0.699219, 3.964727),
-    ("--grad_clip=0.0 --optimizer=adamw", 4.209406, 1.982867, 0.699219, 4.160262),
-    ("--optimizer=adamw", 4.210475, 1.980286, 0.699219, 4.162515),
-    ("--loss_average=micro", 4.028242, 2.004143, 0.699219, 3.957840),
-    ("--batch_ramp_at=10", 5.016284, 2.129548, 0.683594, 4.576448),
-    ("--schedule=cosine", 4.272564, 1.919546, 0.699219, 4.251320),
-    ("--alpha_warmup=3", 4.051456, 2.032866, 0.699219, 3.989106),
     ("--goldfish_k=0", 4.031523, 1.845633, 0.976562, 3.838179),
     ("--qk_norm=False --tie_embeddings", 3.874212, 1.838293, 0.699219, 3.809599),
     ("--last_eval_windows=0", 4.029181, 2.016122, 0.699219, 3.948811),
@@ -82,7 +74,8 @@ PINNED = [
 @pytest.mark.parametrize("flags, pinned", [(row[0], row[1:]) for row in PINNED])
 def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, flags, pinned):
     """
-    The numbers are those of commit a9b8024, whose steps match the formulas in fp64. Only the last row moved with the
+    Settings that test_step.py does not compare with fp64. The numbers are those of commit a9b8024, whose steps match
+    the formulas. Only the last row moved with the
     kernel of attention, by 1e-5: the last bits of a gradient decide how a moment in bf16 is rounded.
     """
     trained(data, tmp_path, *SIX_STEPS, *flags.split())
@@ -116,20 +109,6 @@ def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path,
     monkeypatch.setattr("sample.generate", noted)
     says(ran(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40"), "\nA\n")
     assert asked == [(32, False, 0.8, 50)] * 2  # after step 3 and at the end
-
-
-def test_a_gradient_that_is_no_number_stops_the_run_before_its_update(data, tmp_path, each_step):
-    """The step is neither saved nor logged. Resumed without the fault, the run ends as if nothing had happened."""
-    flags = *FEW, "--checkpoint_every=1", "--total_samples=40"
-    each_step(lambda step: math.nan if step == 3 else 1)
-    done = ran(data, tmp_path / "bad", *flags)
-    assert done.returncode == 2 and "\ntrain.py: step 3: loss 5.2" in done.stderr
-    assert "gradient norm nan. Stopped before the update" in done.stderr
-    assert steps(tmp_path / "bad") == [1, 2, 3]
-    assert [entry["step"] for entry in log(tmp_path / "bad")] == [0, 1, 2]
-    each_step(lambda step: 1)
-    whole = trained(data, tmp_path / "whole", *flags)
-    assert equal(trained(data, tmp_path / "bad", *flags, "--resume"), whole)
 
 
 # -----------------------------------------------------------------------------
@@ -272,7 +251,7 @@ def test_killed_in_the_validation_before_its_decay_a_run_repeats_it(data, tmp_pa
 @pytest.mark.parametrize("step, flags", [(15, ()), (2, ("--schedule=cosine", "--total_samples=64"))])
 def test_a_rate_that_falls_already_is_not_changed(data, runs, tmp_path, each_step, step, flags):
     each_step(lambda now: now == step and (tmp_path / "cooldown").touch())
-    says(ran(data, tmp_path, *flags), f"step {step + 2:6}   asked for its decay, but the rate falls already")
+    says(ran(data, tmp_path, *flags), f"step {step + 2:6}   asked for its decay, which this schedule has begun")
     each_step(lambda now: 1)
     assert equal(tmp_path, runs(*flags))
     assert not (tmp_path / "cooldown").exists()

@@ -14,7 +14,6 @@ from lab import run
 import convert
 from engine.files import sha256_of
 from studies import exam, kit, world
-from tokenizer import load
 
 WORLD = """
 documents 175b1af1b09f
@@ -101,13 +100,6 @@ def test_the_examination_asks_each_question_once(lab, folder, tmp_path):
     want = [(kind, *group) for kind in ("cloze", "sampled") for group in groups]
     assert sorted(asked) == sorted([*want, ("sampled", "invented-test", 12)])
     assert all(row["right"] == 0 and len(row["answers"]) == 1 for row in found)
-
-
-def test_an_answer_is_its_first_sentence():
-    tok = load("byte")
-    for text in ("One. Two.", "One\ntwo", "One"):
-        ids = exam.first_sentence(tok, [*tok.encode(text), tok.eos, *tok.encode("x")], {tok.eos})
-        assert tok.decode(ids) in ("One.", "One\n", tok.decode([*tok.encode("One"), tok.eos]))
 
 
 def test_the_probability_of_an_answer_is_that_of_its_tokens(lab, folder):
