@@ -20,7 +20,6 @@ if __name__ == "__main__" and not __package__:
 
 import json
 import os
-import platform
 import shutil
 import statistics
 import sysconfig
@@ -79,23 +78,15 @@ def measure_machine(device, out):
     entry = dict(
         torch=torch.__version__,
         cuda=torch.version.cuda,
-        python=platform.python_version(),
-        compiler=shutil.which(os.environ.get("CXX", "g++")),
+        python=sys.version,
+        compiler=shutil.which("g++"),
         python_h=os.path.exists(f"{sysconfig.get_path('include')}/Python.h"),      # Triton compiles with it
-        cores=os.cpu_count(),
-        device=device)
-    if on_gpu:
-        entry |= dict(
-            device=torch.cuda.get_device_name(),
-            gpus=torch.cuda.device_count(),
-            memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30,
-            nccl=".".join(map(str, torch.cuda.nccl.version())))
+        device=torch.cuda.get_device_name() if on_gpu else device)
     write_entry(out, **entry)
     rows = 8192 if on_gpu else 512
     # Random numbers, because zeros are faster on a GPU.
     a, b = torch.randn(2, rows, rows, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
     entry["product_tflops"] = calls_per_second(lambda: a @ b.T, device) * 2 * rows**3 / 1e12
-    write_entry(out, **entry)
     x = large_array(device)
     y = torch.empty_like(x)
     entry["copy_gbs"] = calls_per_second(lambda: y.copy_(x), device) * 2 * x.nbytes / 1e9
@@ -136,15 +127,15 @@ def make_step(run, shape, device, compiled):
         check_finite(n, losses, norm)
         optimizer_step(optimizer, run["lr"], norm, run["grad_clip"])
         return losses[0]
-    return step, model, len(parts) * parts[0][0].numel()
+    return step, model, 2 * parts[0][0].numel()
 
 
 def time_steps(run):
     """Time steps, and trace one more."""
     device, out = pick_device(run["device"]), run["out"]
     shape = ApertusConfig.from_settings(run)
-    size = pick_dtype(run["dtype"], device).itemsize
-    memory = step_memory(train.build_model(shape, run, Ranks(), "meta"), run, shape.block_size, size)
+    outline, size = train.build_model(shape, run, Ranks(), "meta"), pick_dtype(run["dtype"], device).itemsize
+    memory = step_memory(outline, run, shape.block_size, size)
     # The allocator counts neither CUDA itself nor gaps.
     formula = dict(formula_gib=(memory["total"] - memory["beyond"]) / 2**30, device_formula_gib=memory["total"] / 2**30)
     step, model, tokens = make_step(run, shape, device, run["compile"] and can_compile(device))
@@ -162,9 +153,8 @@ def time_steps(run):
         write_entry(out, **entry)
     with torch.profiler.profile() as profiler:
         step(n_steps)
-        now()
     profiler.export_chrome_trace(f"{out}/trace.json")
-    print(profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=30, max_name_column_width=70))
+    print(profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=30))
 
 
 def write_weights(run):

@@ -3,7 +3,7 @@
 #
 #     pip install --no-index --find-links=WHEELS -r requirements.txt pytest    # where packages are missing
 #     bash tools/first_gpu.sh
-#     bash tools/first_gpu.sh tiny                    # the same on a CPU, in a minute: its numbers mean nothing
+#     bash tools/first_gpu.sh tiny                    # the same on a CPU, in two minutes: its numbers mean nothing
 #
 # Each part has a time limit in seconds, a log OUT/PART.log, and a line in OUT/record.jsonl, which it gets when it ends.
 # So a stop loses the running part only, and a part that fails stops no other. records/README.md says how to read the
