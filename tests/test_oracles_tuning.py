@@ -40,23 +40,20 @@ def batches(n, batch_size, epochs):
     sizes=lists(integers(1, 9), min_size=3, max_size=7),
     batch_size=integers(2, 4),
     epochs=integers(1, 2),
-    micro=integers(1, 3),
+    micro_batch=integers(1, 3),
     pack=booleans(),
     warmup=floats(0, 1),
 )
-def test_tuning_is_the_mean_over_the_learnt_tokens_of_each_step(
-    lab, tmp_path_factory, large_eps, sizes, batch_size, epochs, micro, pack, warmup
-):
+def test_tuning_is_the_mean_over_the_learnt_tokens_of_each_step(lab, tmp_path_factory, large_eps, sizes, **how):
     large_eps(1e-3)
     folder = tmp_path_factory.mktemp("sft")
     rows = [chat_row(user("q" * n), assistant("yes" * (n % 4 + 1))) for n in sizes]
     write_rows(folder / "rows.jsonl", rows)
-    how = f"""--data={folder}/rows.jsonl --batch_size={batch_size} --epochs={epochs} --micro_batch={micro} --pack={pack}
-        --warmup={warmup} --optimizer=ademamix"""
-    run(*tuning(lab, folder / "run", *how.split()))
-    steps, oracle = batches(len(rows), batch_size, epochs), Plain(lab / "hf")
+    flags = how | dict(data=folder / "rows.jsonl", optimizer="ademamix")
+    run(*tuning(lab, folder / "run", *(f"--{name}={value}" for name, value in flags.items())))
+    steps, oracle = batches(len(rows), how["batch_size"], how["epochs"]), Plain(lab / "hf")
     for t, (batch, found) in enumerate(zip(steps, log(folder / "run"), strict=True)):
-        rate = 1e-2 * common.linear(t, len(steps), warmup)
+        rate = 1e-2 * common.linear(t, len(steps), how["warmup"])
         conversations = [chat.render(TOK, rows[k], chat.DATE) for k in batch]
         loss = -torch.cat([oracle.logp(ids)[torch.tensor(mask[1:])] for ids, mask in conversations]).mean()
         loss.backward()
