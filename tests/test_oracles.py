@@ -1,4 +1,4 @@
-"""Random settings of optimizer, Goldfish, windows, sampling and whole runs against plain.py and transformers."""
+"""Random settings of optimizer, windows, sampling and whole runs against plain.py and transformers."""
 
 import json
 from functools import cache
@@ -21,7 +21,6 @@ import plain
 from ademamix import AdEMAMix, param_groups
 from data import TokenDataset
 from generate import generate, sample_token
-from goldfish import goldfish_mask
 from model import Apertus
 
 
@@ -60,22 +59,6 @@ def test_each_parameter_has_the_steps_of_its_own_gradients(present, scale, warmu
         optimizer.step(grad_scale=scale)
     for found, wanted in zip(model, weights):
         assert_close(found.detach(), wanted, rtol=1e-5, atol=1e-7)
-
-
-@drawn(
-    80,
-    T=integers(1, 40),
-    h=integers(1, 60),
-    k=sampled_from([1.01, 2, 4, 7.5, 50]),
-    high=sampled_from([3, 256, 131_072]),
-    dtype=sampled_from([torch.int32, torch.int64]),
-    context=integers(0, 60),
-)
-def test_goldfish_is_the_one_page_with_any_window_and_context(T, h, k, high, dtype, context):
-    """A context longer than h - 1 changes nothing, a shorter one leaves the first labels in the loss."""
-    stream = ids(2, context + T, high=max(5, high), seed=T).to(dtype)
-    found = goldfish_mask(stream[:, context:], k, h, context=stream[:, :context])
-    assert found.equal(plain.goldfish(stream, k, h)[:, context:])
 
 
 @drawn(
