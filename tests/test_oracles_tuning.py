@@ -26,7 +26,7 @@ import tokenizer
 from corpus import readers
 from data import permute
 from engine.files import write_json
-from posttrain import common, losses, qrpo
+from posttrain import common, qrpo
 
 
 def batches(n, batch_size, epochs):
@@ -40,23 +40,20 @@ def batches(n, batch_size, epochs):
     sizes=lists(integers(1, 9), min_size=3, max_size=7),
     batch_size=integers(2, 4),
     epochs=integers(1, 2),
-    micro=integers(1, 3),
+    micro_batch=integers(1, 3),
     pack=booleans(),
     warmup=floats(0, 1),
 )
-def test_tuning_is_the_mean_over_the_learnt_tokens_of_each_step(
-    lab, tmp_path_factory, large_eps, sizes, batch_size, epochs, micro, pack, warmup
-):
+def test_tuning_is_the_mean_over_the_learnt_tokens_of_each_step(lab, tmp_path_factory, large_eps, sizes, **how):
     large_eps(1e-3)
     folder = tmp_path_factory.mktemp("sft")
     rows = [chat_row(user("q" * n), assistant("yes" * (n % 4 + 1))) for n in sizes]
     write_rows(folder / "rows.jsonl", rows)
-    how = f"""--data={folder}/rows.jsonl --batch_size={batch_size} --epochs={epochs} --micro_batch={micro} --pack={pack}
-        --warmup={warmup} --optimizer=ademamix"""
-    run(*tuning(lab, folder / "run", *how.split()))
-    steps, oracle = batches(len(rows), batch_size, epochs), Plain(lab / "hf")
+    flags = how | dict(data=folder / "rows.jsonl", optimizer="ademamix")
+    run(*tuning(lab, folder / "run", *(f"--{name}={value}" for name, value in flags.items())))
+    steps, oracle = batches(len(rows), how["batch_size"], how["epochs"]), Plain(lab / "hf")
     for t, (batch, found) in enumerate(zip(steps, log(folder / "run"), strict=True)):
-        rate = 1e-2 * common.linear(t, len(steps), warmup)
+        rate = 1e-2 * common.linear(t, len(steps), how["warmup"])
         conversations = [chat.render(TOK, rows[k], chat.DATE) for k in batch]
         loss = -torch.cat([oracle.logp(ids)[torch.tensor(mask[1:])] for ids, mask in conversations]).mean()
         loss.backward()
@@ -80,52 +77,30 @@ def test_preferences_are_learnt_from_every_pair_and_log_probs_are_kept_by_dtype(
     assert [entry["tokens"] for entry in log(folder / name)] == wanted
 
 
-NUMBER = floats(-3, 3)
-COMPLETION = tuples(NUMBER, NUMBER, floats(0, 1), floats(0, 1), integers(1, 90))
-
-
-def loss_of(kind, better, worse, refs, beta, gamma, norm, ties):
-    """The loss of a pair. better, worse: log-prob, that of the reference, reward, its quantile, tokens."""
-
-    def target_and_ratio(pi, ref, reward, q, n):
-        own = min(beta / n, 0.1) if norm else beta
-        z = own * math.log(sum(math.exp(r / own) for r in refs) / len(refs))
-        if ties == "le":
-            z = own * math.log(own * math.expm1(1 / own))
-        return q - z, own * (pi - ref)
-
-    (pi_b, ref_b, r_b, _, n_b), (pi_w, ref_w, r_w, _, n_w) = better, worse
-    if not norm:
-        n_b = n_w = 1
-    if kind == "qrpo":
-        return sum((target - ratio) ** 2 for target, ratio in (target_and_ratio(*c) for c in (better, worse))) / 2
-    margin = (pi_b - ref_b) / n_b - (pi_w - ref_w) / n_w
-    if kind == "simpo":
-        margin = pi_b / n_b - pi_w / n_w - gamma
-    return ((r_b - r_w) / beta - margin) ** 2 if kind == "rebel" else math.log1p(math.exp(-beta * margin))
-
-
 @drawn(
-    100,
-    kind=sampled_from(["qrpo", "dpo", "rebel", "simpo"]),
-    pairs=lists(tuples(COMPLETION, COMPLETION), min_size=1, max_size=3),
-    refs=lists(floats(0, 1), min_size=2, max_size=4),
-    beta=sampled_from([0.05, 0.3, 5.0]),
-    gamma=floats(0, 1),
+    60,
+    sizes=lists(tuples(*[integers(1, 60)] * 2), min_size=1, max_size=3),
+    refs=lists(lists(floats(0, 1), min_size=3, max_size=3), min_size=3, max_size=3),
+    beta=sampled_from([0.3, 5.0]),
     norm=booleans(),
     ties=sampled_from(["le", "discrete"]),
 )
-def test_each_pair_has_the_loss_of_its_own_lengths_and_references(kind, pairs, refs, beta, gamma, norm, ties):
-    def candidate(pi, ref, reward, q, n):
-        return qrpo.Candidate(([], [0] * n), reward, q, torch.tensor(refs), ref)
-
+def test_each_completion_has_the_beta_and_the_partition_of_its_length_and_references(sizes, refs, beta, norm, ties):
+    """sizes: tokens of the better and the worse completion of each pair. At most 0.1 only with length_norm."""
+    pairs, wanted = [], []
+    for completions, quantiles in zip(sizes, refs):
+        pairs.append([qrpo.Candidate(([], [0] * n), 0.0, 0.0, torch.tensor(quantiles)) for n in completions])
+        for n in completions:
+            own = min(beta / n, 0.1) if norm else beta
+            mean = sum(math.exp(q / own) for q in quantiles) / len(quantiles)
+            log_z = math.log(mean if ties == "discrete" else own * math.expm1(1 / own))
+            wanted.append([own, own * log_z, n if norm else 1, n])
     with MonkeyPatch.context() as patch:
-        for name, value in dict(loss=kind, length_norm=norm, ties=ties).items():
-            patch.setattr(qrpo, name, value)
-        known = qrpo.known_values([(candidate(*better), candidate(*worse)) for better, worse in pairs], beta)
-    pi = torch.tensor([[better[0], worse[0]] for better, worse in pairs])
-    wanted = [loss_of(kind, *pair, refs, beta, gamma, norm, ties) for pair in pairs]
-    assert losses.LOSSES[kind](pi, known, beta, gamma).tolist() == approx(wanted, rel=1e-4, abs=1e-4)
+        patch.setattr(qrpo, "length_norm", norm)
+        patch.setattr(qrpo, "ties", ties)
+        known = qrpo.known_values(pairs, beta)
+    found = torch.stack((known.beta, known.beta_log_z, known.length, known.tokens), -1)
+    assert found.view(-1, 4).numpy() == approx(np.array(wanted), rel=1e-4, abs=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -143,9 +118,7 @@ WORDS = text("aé你 \n<|>", min_size=1, max_size=9).filter(str.strip)
 
 
 @drawn(40, system=lists(WORDS, max_size=1), turns=lists(tuples(WORDS, WORDS), max_size=2), last=WORDS)
-def test_prompts_and_conversations_are_transformers_with_the_date_of_post_training(
-    tmp_path_factory, monkeypatch, system, turns, last
-):
+def test_prompts_are_transformers_with_the_date_of_post_training(tmp_path_factory, monkeypatch, system, turns, last):
     """Without a system message the default one is written, which has the date."""
     theirs = in_transformers(tmp_path_factory.getbasetemp())
     messages = [dict(role="system", content=words) for words in system]
@@ -156,11 +129,6 @@ def test_prompts_and_conversations_are_transformers_with_the_date_of_post_traini
     prompt = chat_row(*messages, user(last))
     wanted = theirs.apply_chat_template(prompt["messages"], add_generation_prompt=True)["input_ids"]
     assert chat.prompt_ids(TOK, prompt) == wanted
-    if turns:
-        wanted = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-        ids, mask = chat.learnable(TOK, chat_row(*messages), 10**6)
-        end = TOK.special["<|assistant_end|>"]
-        assert (ids, mask) == (wanted["input_ids"] + [end], [*map(bool, wanted["assistant_masks"]), True])
 
 
 @cache
