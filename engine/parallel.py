@@ -95,6 +95,7 @@ class Ranks:
         # A single process inside a Slurm job has srun's variables too. With mode none only torchrun's count.
         ids = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
         self.rank, self.size, self.local, node = ids or (0, 1, 0, 1)
+        self.node = node                                   # ranks on this node
         self.mode = choose_mode(mode, exact, is_launched=bool(ids), size=self.size, node=node)
         self.exact = exact
         self.is_main = self.rank == 0
@@ -153,6 +154,9 @@ class Ranks:
             torch.cuda.set_device(device)
         if self.mode == "none":
             return
+        if self.size == self.node and os.name == "posix":
+            # By default gloo looks up the host's name, and laptops and containers often have one without an address.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         wait = timedelta(seconds=timeout)
         # A single process needs no network: a store in its own memory will do.
         store = dist.HashStore() if self.size == 1 else None
