@@ -11,6 +11,7 @@
 #     torchrun --standalone --nproc_per_node=8 train.py configs/node.py --resume
 out = "out/node"
 data = "data/edu,data/web,data/code"   # mixed by their sizes
+device = "cuda"                   # not auto, which takes the CPU if the driver is too old for this torch
 
 block_size = 4096
 n_layer = 16

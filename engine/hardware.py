@@ -39,7 +39,8 @@ def pick_device(device):
         return available[0]
     if device.split(":")[0] in available:
         return device
-    raise ValueError(f"device={device!r} is not here: there is {', '.join(available)}")
+    driver = f"; this torch wants a driver for CUDA {torch.version.cuda} (nvidia-smi)" if torch.version.cuda else ""
+    raise ValueError(f"device={device!r} is not here: there is {', '.join(available)}{driver}")
 
 
 def pick_dtype(dtype, device):
