@@ -50,7 +50,7 @@ hsdp_shard = 0                  # hsdp: ranks that share a copy of the weights; 
 sequence_parallel = 1           # neighbouring ranks that share one window, for long windows; must divide n_kv_head
 recompute = "none"              # how much backward recomputes instead of storing: none | cheap | selective | full
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
-timeout = 600                   # seconds that a rank waits for another before it gives up
+timeout = 600                   # seconds that a rank waits for another before it gives up; ten times as long for files
 # the model
 fp8 = False                     # multiply the matrices of the blocks in 8 bits; H100, 4090 and later
 shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: that of the data

@@ -105,8 +105,8 @@ def write(folder, step, tensors, info, keep, keep_until, group):
     Write folder/step-N, all or nothing, and delete old checkpoints (delete_old).
 
     tensors: {name: tensor}, which must not change until this returns. info: further entries of the manifest (settings,
-    counters), as JSON values. OSError (disk full, read-only) on every rank leaves the old files untouched and nothing
-    under the new name.
+    counters), as JSON values. OSError (disk full, read-only, a rank that takes too long) on every rank leaves the old
+    files untouched.
     """
     import torch.distributed.checkpoint as dcp  # here, since it takes a second that --help need not wait for
 
@@ -140,7 +140,7 @@ def write(folder, step, tensors, info, keep, keep_until, group):
         for hashes in on_all_ranks(write_shards, group):
             files |= hashes
         on_all_ranks(publish, group)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:               # RuntimeError: gloo's, after a timeout
         if rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)
         raise OSError(f"checkpoint of step {step} was not written to {folder}: {error}") from None
@@ -185,7 +185,8 @@ class Saver:
     Saves while training continues: save() copies the tensors to the CPU and returns, and a thread writes them. If the
     host lacks memory for the copy (97 GB for the 8B on one GPU), training waits until they are written.
 
-    Prints the error of a failed save (disk full), and training continues. OSError after `patience` failures in a row.
+    Prints the error of a failed save (disk full, a slow rank), and training continues. OSError after `patience`
+    failures in a row.
     """
 
     def __init__(self, folder, keep, group, patience=3):
@@ -198,6 +199,10 @@ class Saver:
         # A thread begins with GPU 0, where each rank would open a context, half a GB.
         if torch.cuda.is_initialized():
             self.thread.submit(torch.cuda.set_device, torch.cuda.current_device())
+
+    def use(self, group):
+        """Write the next checkpoints with this process group."""
+        self.group = group
 
     def save(self, step, model, optimizer, info, keep_until=0):
         """Save, or begin to save, a checkpoint after the last save has ended. info, keep_until: as in write()."""

@@ -81,6 +81,10 @@ def choose_mode(mode, exact, is_launched, size, node):
     return "fsdp" if exact and mode == "none" else mode
 
 
+# A rank waits so many times longer for files of another than for its numbers, since file systems are slower than links.
+SAVE_WAITS = 10
+
+
 class Ranks:
     """
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
@@ -113,7 +117,7 @@ class Ranks:
         self.group, self.window_slice = divmod(self.rank, P)
         # From join() to leave(): the process groups that write checkpoints, agree on flags and share a window; the
         # mesh, the device.
-        self.save_group = self.flag_group = self.window_group = self.mesh = self.device = None
+        self.save_group = self.flag_group = self.window_group = self.mesh = self.device = self.save_wait = None
 
     def shard_over(self, shard):
         """Let this number of ranks share one copy of the weights. Before join()."""
@@ -164,8 +168,8 @@ class Ranks:
         # Of all groups: also of those that a mesh makes, which has no setting for it (pytorch issue 119613).
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = wait
         dist.init_process_group(backend, None, wait, self.size, self.rank, store)
-        # A thread writes checkpoints while training continues. Its messages need a group of their own.
-        self.save_group = dist.new_group(backend="gloo")
+        self.save_wait = SAVE_WAITS * wait
+        self.renew_save_group()
         self.flag_group = dist.new_group(backend="gloo")
         self.device = device
         shape = (self.replicas, self.shard) if self.mode == "hsdp" else (self.size,)
@@ -176,6 +180,14 @@ class Ranks:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
             torch.set_num_threads(1)                       # two threads split a sum in two, which rounds it differently
             torch.use_deterministic_algorithms(True)
+
+    def renew_save_group(self):
+        """
+        Connect the threads that write checkpoints while training continues. A timeout breaks gloo's connections, so
+        they are made anew after a failed save. Every rank must call this.
+        """
+        if self.mode != "none":
+            self.save_group = dist.new_group(backend="gloo", timeout=self.save_wait)
 
     def all_reduce(self, *numbers):
         """Sums over ranks, in fp64, of a few numbers or 0-d tensors: the same floats on every rank."""

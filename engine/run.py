@@ -195,6 +195,10 @@ class Run:
         Save a checkpoint in the background. keep_until: the newest checkpoint until this step is never deleted. state:
         further entries of the manifest.
         """
+        self.saver.wait()
+        if self.ranks.any_rank(failed=bool(self.saver.error))["failed"]:
+            self.ranks.renew_save_group()
+            self.saver.use(self.ranks.save_group)
         manifest = state | dict(config=self.settings, seconds=self.seconds())
         self.saver.save(steps, model, optimizer, manifest, keep_until=keep_until)
         self.saved, self.saved_at = steps, time.perf_counter()
