@@ -7,7 +7,8 @@ Pretraining, from a laptop to a cluster: real text in, a run folder out.
 $ python train.py configs/laptop.py                          # five minutes on any machine; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting of this file and of ApertusConfig, as a flag
 $ python train.py configs/gpu.py --resume                    # one GPU; resumes where it was stopped
-$ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --resume     # eight GPUs
+$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
+  train.py configs/8b.py --data=data/mine-apertus --resume     # eight GPUs
 
 The settings are the globals below: configurator.py sets them before main() begins, and nothing changes them later.
 The loop is train(). It has no random state: data, masks and schedules are pure functions of the step, so a killed and

@@ -22,6 +22,7 @@ import json
 import math
 import os
 import shutil
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -194,6 +195,7 @@ class Saver:
         self.patience = patience                           # a full disk is often emptied within two saves
         self.failures = 0                                  # in a row
         self.error = None                                  # of the last save, if it has failed
+        self.times = {}                                    # of the last save, once it is on disk: seconds and GB
         self.pending = None
         self.thread = ThreadPoolExecutor(1)
         # A thread begins with GPU 0, where each rank would open a context, half a GB.
@@ -219,11 +221,24 @@ class Saver:
         if in_background:
             # Copies that later steps do not change. Of a DTensor, each rank copies its shard.
             tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-        self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, keep_until, self.group)
+        self.pending = self.thread.submit(
+            self.write_timed, self.folder, step, tensors, info, self.keep, keep_until, self.group)
         if not in_background:
             self.print_once(f"the host has no room for a copy of the tensors to save, {size / 1e9:.1f} GB: "
                             "training waits while a checkpoint is written")
             self.wait()
+
+    def write_timed(self, folder, step, tensors, *args):
+        """write(), in the thread."""
+        start = time.perf_counter()
+        write(folder, step, tensors, *args)
+        size = sum(t.numel() * t.element_size() for t in tensors.values())      # of all shards
+        self.times = dict(save_seconds=round(time.perf_counter() - start, 1), save_gb=round(size / 1e9, 6))
+
+    def take_times(self):
+        """{save_seconds, save_gb} of a save that has ended since the last call, else {}."""
+        times, self.times = self.times, {}
+        return times
 
     def wait(self):
         """Wait until the last save is on disk, or has failed."""

@@ -15,7 +15,8 @@ Collectives and sharding are torch's. Added here is the order: recompute activat
 shard. Tensor and pipeline parallelism, which thousands of GPUs need (python -m tools.plan says when), are in
 github.com/pytorch/torchtitan.
 
-$ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
+$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
+  train.py configs/8b.py --parallel=fsdp --resume
 """
 
 import contextlib
@@ -323,8 +324,9 @@ def catch_signals(*names):
     A list that fills when one of these signals arrives. The loop reads it between micro-batches; the handler must do no
     more, since it may interrupt an all-reduce.
 
-    A signal to one rank ends all of them, and torchrun, with exit code 0. torchrun passes a SIGTERM on to its ranks. It
-    passes SIGUSR2 on only with --signals-to-handle; without that, it dies and the ranks continue.
+    A signal to one rank ends all of them, and torchrun, with exit code 0. torchrun passes a SIGTERM on to its ranks,
+    and kills them after --shutdown-timeout, 30 seconds by default: too few to save the 8B. It passes SIGUSR2 on only
+    with --signals-to-handle; without that, it dies and the ranks continue.
     """
     caught = []
     # Windows has no SIGUSR1 and SIGUSR2. Only the main thread may set handlers, not a notebook's worker.

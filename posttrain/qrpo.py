@@ -34,7 +34,8 @@ $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my
       # def rewards(row, completions): return list, which sees all completions of a prompt
 $ python -m posttrain.qrpo configs/qrpo_8b.py --data=prompts.jsonl --rewards=my_reward.py --resume
 $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.md     # posttrain/judge.py
-$ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp     # the same numbers on more ranks
+$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
+  -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp --resume     # the same numbers on more ranks
 """
 
 import sys

@@ -28,7 +28,8 @@ $ python -m posttrain.sft --data=conversations.jsonl --show        # the first c
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl
 $ python -m posttrain.sft --data=chats/,hf://datasets/OWNER/NAME   # both, in one random order
 $ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
-$ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp     # the same numbers on more ranks
+$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
+  -m posttrain.sft configs/sft_8b.py --parallel=fsdp --resume     # the same numbers on more ranks
 """
 
 import sys

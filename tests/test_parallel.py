@@ -4,15 +4,18 @@ warm process (tests/faults/launch.py). Results of many ranks are compared with t
 """
 
 import os
+import subprocess
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import refused, same, script, weights
+from conftest import ROOT, refused, same, script, weights
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.utils._python_dispatch import TorchDispatchMode
-from trained import data, log  # noqa: F401
+from trained import data, log, steps  # noqa: F401
 
 from engine import parallel, sharding
 from engine.recompute import recompute_activations
@@ -139,6 +142,39 @@ def test_an_error_of_nccl_is_a_lost_rank_if_it_says_so():
     """nccl.h: ncclRemoteError. All other errors keep their traceback, since their cause is in its later lines."""
     assert parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error")
     assert not parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO")
+
+
+# A save of the 8B writes 129 GB; torchrun kills 30 seconds after SIGTERM unless --shutdown-timeout says otherwise.
+SLOW_SAVE = """
+import runpy, time
+from engine import checkpoint
+def write(*args, write=checkpoint.write):
+    time.sleep(40)
+    write(*args)
+checkpoint.write = write
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path):
+    [line] = [line for line in Path(ROOT, "docs/scale.md").read_text().splitlines() if "configs/node.py" in line]
+    flags = line.partition("train.py")[0].replace("torchrun", "-m torch.distributed.run").replace("=8", "=2")
+    train = arguments(data, tmp_path / "run", "--total_samples=99999 --parallel=fsdp --checkpoint_every=0")
+    (tmp_path / "slow.py").write_text(SLOW_SAVE)
+    env = os.environ | dict(PYTHONPATH=ROOT)
+    with open(tmp_path / "log", "w") as out:
+        command = [sys.executable, *flags.split(), tmp_path / "slow.py", *train]
+        torchrun = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+        while "10/" not in (text := (tmp_path / "log").read_text()):
+            assert torchrun.poll() is None, text
+            time.sleep(1)
+        torchrun.terminate()
+        torchrun.wait(90)
+    assert "stopped as asked after step" in (text := (tmp_path / "log").read_text()), text
+    [saved] = steps(tmp_path / "run")
+    done = script("train.py", *train, "--parallel=none", "--resume", f"--total_samples={8 * saved + 8}")
+    assert done.returncode == 0 and steps(tmp_path / "run") == [saved, saved + 1]
 
 
 # -----------------------------------------------------------------------------

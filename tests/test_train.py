@@ -6,6 +6,7 @@ test_step.py compares steps with fp64, test_matrix.py kills runs, tests/faults i
 
 import itertools
 import math
+import json
 import os
 import shutil
 import signal
@@ -150,6 +151,9 @@ def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, t
     says(ran(data, run, "--eval_every=10", "--resume"), f"resumed from {run}/ckpt/step-00000010")
     assert equal(run, whole) and log(run) == log(whole)
     assert settings_of(run)["n_layer"] == 1
+    last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+    size = sum(file.stat().st_size for file in (run / "ckpt" / "step-00000020").glob("*.safetensors"))
+    assert last["save_gb"] == pytest.approx(size / 1e9, rel=0.1) and last["save_seconds"] > 0
 
 
 @pytest.mark.parametrize("torn", ['{"val_bpb": 1', "null", '{"tokens": 4096}'])
