@@ -5,8 +5,8 @@ test_step.py compares steps with fp64, test_matrix.py kills runs, tests/faults i
 """
 
 import itertools
-import math
 import json
+import math
 import os
 import shutil
 import signal
