@@ -245,6 +245,7 @@ def main(requested):
         outline, settings, ranks, local_device, pick_dtype(dtype, local_device), val_data.T,
         ranks.micro_batch(batch_size, micro_batch))
     ranks.shard_over(shards)
+    settings |= dict(micro_batch=micro_batch_size)         # checkpoints hold it, since results depend on it
 
     with Run(settings, ranks, local_device) as run:
         checkpoint, decayed = None, []

@@ -233,7 +233,7 @@ class Saver:
         start = time.perf_counter()
         write(folder, step, tensors, *args)
         size = sum(t.numel() * t.element_size() for t in tensors.values())      # of all shards
-        self.times = dict(save_seconds=round(time.perf_counter() - start, 1), save_gb=round(size / 1e9, 6))
+        self.times = dict(save_seconds=round(time.perf_counter() - start, 3), save_gb=round(size / 1e9, 6))
 
     def take_times(self):
         """{save_seconds, save_gb} of a save that has ended since the last call, else {}."""

@@ -94,7 +94,8 @@ def fit_to_memory(model, settings, ranks, device, dtype, window, micro_batch, ra
 
     model: on the meta device; window: tokens of a sample; micro_batch: samples as the user has set them. If they do not
     fit, fewer are in memory at once (not with --exact); with hsdp and no hsdp_shard, more ranks share a copy. On a GPU
-    it prints the sum. ValueError, with the sum and the command that plans this run, if nothing fits.
+    it prints the sum. ValueError, with the sum and the command that plans this run, if nothing fits; or if fewer fit
+    than set and the loss is a mean over micro-batches.
     ranks_have_met: a second check, of windows whose length was unknown before; this process may hold the model already.
     """
     total = free = memory_of(device)
@@ -127,6 +128,9 @@ def fit_to_memory(model, settings, ranks, device, dtype, window, micro_batch, ra
         raise ValueError(f"{line}. For settings that fit, run: {plan_command(model, settings, ranks, device, window)}")
     if ranks.is_main and tokens and device.startswith("cuda"):
         print(line)
+    if settings.get("loss_average") == "micro" and micro_batch != settings["micro_batch"]:
+        raise ValueError(f"loss_average=micro averages over micro-batches, and of micro_batch={settings['micro_batch']} "
+                         f"a step can take {micro_batch}: take --micro_batch={micro_batch}, or --loss_average=step")
     return micro_batch, shards
 
 

@@ -117,7 +117,7 @@ class Run:
         if self.ranks.is_main:
             forget(self.out, "stop", *["cooldown"] * finished)
             if not finished:
-                size = f" ({times['save_gb']:.1f} GB in {times['save_seconds']} s)" if times else ""
+                size = f" ({times['save_gb']:.1f} GB in {times['save_seconds']:.1f} s)" if times else ""
                 saved = f", saved{size}" if self.done else ""
                 print(f"{self.out}: stopped as asked after step {self.done}{saved}; --resume continues")
         return finished

@@ -376,9 +376,11 @@ def main():
         all_pairs, notes = prepare_pairs(store, score)
         settings |= dict(data_hash=store.hash[:16], rewards_hash=reward_hash(rewards), tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(all_pairs.sequences) / batch_size)
-        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         micro_batch_size, _ = memory.fit_to_memory(
             outline, settings, ranks, local_device, activations, all_pairs.window, micro_batch, ranks_have_met=True)
+        settings |= dict(micro_batch=micro_batch_size)     # checkpoints hold it, since sums round by it
+        checkpoint = restore.find_same(
+            out, common.must_match(settings), micro_batch_size, steps, ranks.save_group) if resume else None
         distribute(model, ranks, local_device, recompute, compiled)       # not before: references are sampled eagerly
         # `compile` is about the blocks: AdEMAMix's update is compiled from a million parameters on in any case.
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),

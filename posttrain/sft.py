@@ -205,10 +205,12 @@ def main():
         conversations, dropped, data_hash = tokenize_data(f"{out}/tokens", tok, data, longest, ranks)
         settings |= dict(data_hash=data_hash[:16], tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(conversations) / batch_size)
-        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         window = longest if pack else conversations.longest
         micro_batch_size, _ = memory.fit_to_memory(
             outline, settings, ranks, local_device, activations, window, micro_batch, ranks_have_met=True)
+        settings |= dict(micro_batch=micro_batch_size)     # checkpoints hold it, since sums round by it
+        checkpoint = restore.find_same(
+            out, common.must_match(settings), micro_batch_size, steps, ranks.save_group) if resume else None
         model = build_model(shape, settings, ranks, local_device, compiled, weights, fresh=not checkpoint)
         # `compile` is about the blocks: AdEMAMix's update is compiled from a million parameters on in any case.
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),
