@@ -129,8 +129,8 @@ def fit_to_memory(model, settings, ranks, device, dtype, window, micro_batch, ra
     if ranks.is_main and tokens and device.startswith("cuda"):
         print(line)
     if settings.get("loss_average") == "micro" and micro_batch != settings["micro_batch"]:
-        raise ValueError(f"loss_average=micro averages over micro-batches, and of micro_batch={settings['micro_batch']} "
-                         f"a step can take {micro_batch}: take --micro_batch={micro_batch}, or --loss_average=step")
+        raise ValueError(f"loss_average=micro averages over micro-batches, and micro_batch={settings['micro_batch']} "
+                         f"has no room: take --micro_batch={micro_batch}, or --loss_average=step")
     return micro_batch, shards
 
 

@@ -120,7 +120,7 @@ LINES = """
 143771 | 1 | 1 | state_dtype=bfloat16 recompute=selective | total 146.4;
 81559  | 6 | 8 |                 | (2, 8) GB that a step takes, with micro_batch=2 and a copy of the model on 8:
 81559  | 6 | 8 |                 | total 74.7; cuda:0 has 85.5
-81559  | 6 | 8 | loss_average=micro | error: loss_average=micro averages over micro-batches, and of micro_batch=6 a step can take 2
+81559  | 6 | 8 | loss_average=micro | micro_batch=6 has no room: take --micro_batch=2
 81559  | 2 | 8 | loss_average=micro | (2, 8)
 40960  | 4 | 64 | mode=hsdp shard=8 | (1, 16) GB that a step takes, with micro_batch=1 and a copy of the model on 16
 36864  | 4 | 64 | mode=hsdp shard=8 recompute=cheap | with micro_batch=2 and a copy of the model on 32
