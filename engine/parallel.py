@@ -221,7 +221,8 @@ class Ranks:
 
 def distribute(model, ranks, device, recompute="none", compiled=False):
     """
-    Recompute activations, compile each block, shard: in this order. Changes the model.
+    Recompute activations, compile each block (or, with compiled="activations", xIELU alone), shard: in this order.
+    Changes the model.
 
     A model to be sharded is on the meta device, and memory is allocated for this rank's shards only. A model that has
     memory is not sharded again.
@@ -229,7 +230,9 @@ def distribute(model, ranks, device, recompute="none", compiled=False):
     from engine.recompute import recompute_activations  # here, since only a run needs it
 
     recompute_activations(model, recompute)
-    if compiled:
+    if compiled == "activations":
+        model.compile_activations()
+    elif compiled:
         model.compile_parts()
     if ranks.sharded and next(model.parameters()).is_meta:
         from engine.sharding import shard

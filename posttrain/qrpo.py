@@ -50,7 +50,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 # Before torch: engine.hardware sets environment variables that torch reads when it loads.
-from engine.hardware import can_compile, pick_device, pick_dtype
+from engine.hardware import parts_to_compile, pick_device, pick_dtype
 
 # isort: split
 import numpy as np
@@ -93,7 +93,7 @@ resume = False                  # continue from the newest intact checkpoint of 
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights, states and sums of log-probs are fp32
 parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; each rank samples with a whole model
-compile = False                 # torch.compile of the training steps, block by block; references are sampled eagerly
+compile = False                 # torch.compile of the blocks, in training steps; else of xIELU alone, on CUDA
 seed = 28                       # of the sampled references, the pairs and their order, and initial adapters
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
@@ -360,7 +360,7 @@ def main():
     settings |= read_settings(shape) | common.FIXED | dict(max_length=longest)
     ranks = Ranks(parallel)
     local_device = ranks.local_device(pick_device(device))
-    activations, compiled = pick_dtype(dtype, local_device), compile and can_compile(local_device)
+    activations, compiled = pick_dtype(dtype, local_device), parts_to_compile(compile, local_device)
     # Weights and states must fit; activations are counted below, when the length of the pairs is known.
     outline = build_model(shape, settings, ranks, "meta")
     _, shards = memory.fit_to_memory(outline, settings, ranks, local_device, activations, 0, micro_batch)

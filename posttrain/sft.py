@@ -44,7 +44,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 # Before torch: engine.hardware sets environment variables that torch reads when it loads.
-from engine.hardware import can_compile, pick_device, pick_dtype
+from engine.hardware import parts_to_compile, pick_device, pick_dtype
 
 # isort: split
 import numpy as np
@@ -72,7 +72,7 @@ resume = False                  # continue from the newest intact checkpoint of 
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
 parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; the 8B with AdEMAMix takes 161 GB
-compile = False                 # torch.compile of the blocks: worth it on CUDA with --pack, which makes few shapes
+compile = False                 # torch.compile of the blocks, best with --pack (few shapes); else xIELU alone, on CUDA
 seed = 28                       # seed of the order of conversations
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
@@ -193,7 +193,7 @@ def main():
     settings |= read_settings(shape) | common.FIXED | dict(max_length=longest)
     ranks = Ranks(parallel)
     local_device = ranks.local_device(pick_device(device))
-    activations, compiled = pick_dtype(dtype, local_device), compile and can_compile(local_device)
+    activations, compiled = pick_dtype(dtype, local_device), parts_to_compile(compile, local_device)
     # Weights and states must fit; activations are counted below, when the length of the rows is known.
     outline = build_model(shape, settings, ranks, "meta")
     _, shards = memory.fit_to_memory(outline, settings, ranks, local_device, activations, 0, micro_batch)

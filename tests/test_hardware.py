@@ -66,6 +66,8 @@ def test_compilation_wants_a_compiler(monkeypatch, device, variable, there, work
     monkeypatch.setattr(hardware.shutil, "which", lambda name: name if name in there.split() else None)
     monkeypatch.setattr(hardware.os, "environ", {variable: "mine"})
     assert hardware.can_compile(device) == (works == "yes")
+    assert hardware.parts_to_compile(True, device) == (works == "yes")
+    assert hardware.parts_to_compile(False, device) == (works == "yes" and "cuda" in device and "activations")
 
 
 def test_malloc_keeps_freed_memory(monkeypatch):

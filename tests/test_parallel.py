@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, refused, same, script, weights
 from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained import data, log, steps  # noqa: F401
 
@@ -286,6 +287,24 @@ def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
     torch._dynamo.reset()
     assert min(sizes) >= sizes[0] > 40
     assert all(all(map(torch.equal, grads[0], same)) for same in grads[1:])
+
+
+def test_without_compiled_blocks_xielu_is_compiled_once_for_all_lengths():
+    """With each mode of recomputation. Sums over more than 4,096 numbers, which inductor splits on a CPU."""
+    for mode in MODES:
+        torch._dynamo.reset()
+        counters.clear()
+        model, eager = Apertus(SMALL), Apertus(SMALL)
+        for some, parts in (model, "activations"), (eager, False):
+            parallel.distribute(some, parallel.Ranks(), "cpu", mode, parts)
+        for T in (90, 128, 100):
+            idx = torch.arange(2 * T).view(2, T) % 33
+            for some in model, eager:
+                some.loss(idx, (idx + 1) % 33).backward()
+            for one, other in zip(model.parameters(), eager.parameters()):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+        assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
 
 
 def test_a_block_with_a_break_in_its_graph_is_an_error(monkeypatch):
