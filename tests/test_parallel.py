@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, refused, same, script, weights
-from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained import data, log, steps  # noqa: F401
 
 from engine import parallel, sharding
 from engine.recompute import recompute_activations
-from model import Apertus, ApertusConfig
+from model import Apertus, ApertusConfig, Block
 from posttrain import lora
 
 # The learning rate is chaotic on purpose: small differences grow, and the text decides how fast. Goldfish with k = 2
@@ -287,6 +287,23 @@ def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
     torch._dynamo.reset()
     assert min(sizes) >= sizes[0] > 40
     assert all(all(map(torch.equal, grads[0], same)) for same in grads[1:])
+
+
+def test_blocks_in_shards_that_are_recomputed_compile_once_for_training_validation_and_samples(
+    data, tmp_path, monkeypatch
+):
+    """One rank in shards (--exact), two micro-batches a step; validation and a sample follow the second step."""
+    backend, compile_module = CompileCounterWithBackend("aot_eager"), torch.nn.Module.compile
+    monkeypatch.setattr(Block, "compile", lambda self, **how: compile_module(self, backend=backend, **how))
+    for compiled in (True, False):
+        flags = f"""{CHAOTIC} --exact --total_samples=32 --n_layer=2 --recompute=cheap --eval_every=2 --sample_every=2
+            --optimizer=adamw --lr=1e-4 --checkpoint_every=0 --compile={compiled}"""
+        done = script("train.py", *arguments(data, tmp_path / str(compiled), flags))
+        assert done.returncode == 0, done.stderr
+    assert backend.frame_count == 1
+    torch._dynamo.reset()
+    for one, other in zip(*(log(tmp_path / name) for name in ("True", "False")), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
 
 
 def test_without_compiled_blocks_xielu_is_compiled_once_for_all_lengths():
