@@ -7,7 +7,8 @@ Pretraining, from a laptop to a cluster: real text in, a run folder out.
 $ python train.py configs/laptop.py                          # five minutes on any machine; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting of this file and of ApertusConfig, as a flag
 $ python train.py configs/gpu.py --resume                    # one GPU; resumes where it was stopped
-$ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --resume     # eight GPUs
+$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
+  train.py configs/8b.py --data=data/mine-apertus --resume     # eight GPUs
 
 The settings are the globals below: configurator.py sets them before main() begins, and nothing changes them later.
 The loop is train(). It has no random state: data, masks and schedules are pure functions of the step, so a killed and
@@ -50,7 +51,7 @@ hsdp_shard = 0                  # hsdp: ranks that share a copy of the weights; 
 sequence_parallel = 1           # neighbouring ranks that share one window, for long windows; must divide n_kv_head
 recompute = "none"              # how much backward recomputes instead of storing: none | cheap | selective | full
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
-timeout = 600                   # seconds that a rank waits for another before it gives up
+timeout = 600                   # seconds that a rank waits for another before it gives up; ten times as long for files
 # the model
 fp8 = False                     # multiply the matrices of the blocks in 8 bits; H100, 4090 and later
 shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: that of the data
@@ -244,6 +245,7 @@ def main(requested):
         outline, settings, ranks, local_device, pick_dtype(dtype, local_device), val_data.T,
         ranks.micro_batch(batch_size, micro_batch))
     ranks.shard_over(shards)
+    settings |= dict(micro_batch=micro_batch_size)         # checkpoints hold it, since results depend on it
 
     with Run(settings, ranks, local_device) as run:
         checkpoint, decayed = None, []

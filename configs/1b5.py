@@ -3,6 +3,7 @@
 #     python train.py configs/1b5.py configs/ablations/llama.py
 out = "out/1b5"
 data = "data/1b5"
+device = "cuda"                   # not auto, which takes the CPU if the driver is too old for this torch
 
 block_size = 4096
 vocab_size = 131072

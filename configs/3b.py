@@ -1,6 +1,7 @@
 # The report's 3B ablation model (sec. 2.4), 100B tokens: the shape of Llama 3.2 3B; 3.62B parameters untied.
 out = "out/3b"
 data = "data/3b"
+device = "cuda"                   # not auto, which takes the CPU if the driver is too old for this torch
 
 block_size = 4096
 vocab_size = 131072

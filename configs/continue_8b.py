@@ -27,6 +27,7 @@
 out = "out/continue_8b"
 data = "data/mine"
 init_from = "swiss-ai/Apertus-8B-2509"
+device = "cuda"                   # not auto, which takes the CPU if the driver is too old for this torch
 
 block_size = 4096                 # shorter than the start model's 65,536; its RoPE stays as it is
 

@@ -7,6 +7,7 @@
 #     python train.py configs/gpu.py --resume
 out = "out/gpu"
 data = "data/gpu"
+device = "cuda"                   # not auto, which takes the CPU if the driver is too old for this torch
 
 block_size = 2048
 n_layer = 12

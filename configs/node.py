@@ -8,9 +8,11 @@
 #         --max_bytes=60e9 --tokenizer=apertus --out=data/web
 #     python -m corpus.cluster "hf://datasets/bigcode/starcoderdata/python/*.parquet" \
 #         --text_field=content --max_bytes=20e9 --tokenizer=apertus --out=data/code
-#     torchrun --standalone --nproc_per_node=8 train.py configs/node.py --resume
+#     torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 \
+#         --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 train.py configs/node.py --resume
 out = "out/node"
 data = "data/edu,data/web,data/code"   # mixed by their sizes
+device = "cuda"                   # not auto, which takes the CPU if the driver is too old for this torch
 
 block_size = 4096
 n_layer = 16

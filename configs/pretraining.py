@@ -1,4 +1,6 @@
 # Common settings of the pretraining runs 8b.py and 70b.py: 15T tokens (report Table 1, sec. 2; swiss-ai/pretrain-code).
+device = "cuda"                   # not auto, which takes the CPU if the driver is too old for this torch
+
 block_size = 4096
 vocab_size = 131072
 n_kv_head = 8

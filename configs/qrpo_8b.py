@@ -19,6 +19,7 @@ data = "data/preferences.jsonl"
 #         ids = tok.apply_chat_template(messages, return_tensors="pt", sanitize_control_tokens=True)
 #         return model(ids.to("cuda")).logits[0, 0].item()
 rewards = "reward.py"
+device = "cuda"                   # not auto, which takes the CPU if the driver is too old for this torch
 
 loss = "qrpo"
 length_norm = True

@@ -6,6 +6,7 @@ out = "out/sft_8b"
 # The published base; the run itself started from the checkpoint of the 64k-context stage.
 init_from = "swiss-ai/Apertus-8B-2509"
 data = "data/sft.jsonl"
+device = "cuda"                   # not auto, which takes the CPU if the driver is too old for this torch
 
 max_length = 4096
 pack = False                      # as published: a conversation a row

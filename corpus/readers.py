@@ -519,8 +519,9 @@ def document(row, file, doc_id, text_field):
 def documents(file, part, text_field="text", columns=()):
     """
     Yield the documents of a part of a file that check() returned: dicts of the row's own columns, "file", "id", "text",
-    "order_id", whose hash gives the place in training, and, if it is known, "language". A file or a row that cannot be used has no text but a "problem". The id is the name
-    of the file; for a row followed by ":" and its own id, or by " line 3" or, in .json and .parquet, " row 3".
+    "order_id", whose hash gives the place in training, and, if it is known, "language". A file or a row that cannot be
+    used has no text but a "problem". The id is the name of the file; for a row followed by ":" and its own id, or by
+    " line 3" or, in .json and .parquet, " row 3".
 
     columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line: the file is damaged.
     """

@@ -22,6 +22,7 @@ import json
 import math
 import os
 import shutil
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -105,8 +106,8 @@ def write(folder, step, tensors, info, keep, keep_until, group):
     Write folder/step-N, all or nothing, and delete old checkpoints (delete_old).
 
     tensors: {name: tensor}, which must not change until this returns. info: further entries of the manifest (settings,
-    counters), as JSON values. OSError (disk full, read-only) on every rank leaves the old files untouched and nothing
-    under the new name.
+    counters), as JSON values. OSError (disk full, read-only, a rank that takes too long) on every rank leaves the old
+    files untouched.
     """
     import torch.distributed.checkpoint as dcp  # here, since it takes a second that --help need not wait for
 
@@ -140,7 +141,7 @@ def write(folder, step, tensors, info, keep, keep_until, group):
         for hashes in on_all_ranks(write_shards, group):
             files |= hashes
         on_all_ranks(publish, group)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:               # RuntimeError: gloo's, after a timeout
         if rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)
         raise OSError(f"checkpoint of step {step} was not written to {folder}: {error}") from None
@@ -185,7 +186,8 @@ class Saver:
     Saves while training continues: save() copies the tensors to the CPU and returns, and a thread writes them. If the
     host lacks memory for the copy (97 GB for the 8B on one GPU), training waits until they are written.
 
-    Prints the error of a failed save (disk full), and training continues. OSError after `patience` failures in a row.
+    Prints the error of a failed save (disk full, a slow rank), and training continues. OSError after `patience`
+    failures in a row.
     """
 
     def __init__(self, folder, keep, group, patience=3):
@@ -193,11 +195,16 @@ class Saver:
         self.patience = patience                           # a full disk is often emptied within two saves
         self.failures = 0                                  # in a row
         self.error = None                                  # of the last save, if it has failed
+        self.times = {}                                    # of the last save, once it is on disk: seconds and GB
         self.pending = None
         self.thread = ThreadPoolExecutor(1)
         # A thread begins with GPU 0, where each rank would open a context, half a GB.
         if torch.cuda.is_initialized():
             self.thread.submit(torch.cuda.set_device, torch.cuda.current_device())
+
+    def use(self, group):
+        """Write the next checkpoints with this process group."""
+        self.group = group
 
     def save(self, step, model, optimizer, info, keep_until=0):
         """Save, or begin to save, a checkpoint after the last save has ended. info, keep_until: as in write()."""
@@ -214,11 +221,24 @@ class Saver:
         if in_background:
             # Copies that later steps do not change. Of a DTensor, each rank copies its shard.
             tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-        self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, keep_until, self.group)
+        self.pending = self.thread.submit(
+            self.write_timed, self.folder, step, tensors, info, self.keep, keep_until, self.group)
         if not in_background:
             self.print_once(f"the host has no room for a copy of the tensors to save, {size / 1e9:.1f} GB: "
                             "training waits while a checkpoint is written")
             self.wait()
+
+    def write_timed(self, folder, step, tensors, *args):
+        """write(), in the thread."""
+        start = time.perf_counter()
+        write(folder, step, tensors, *args)
+        size = sum(t.numel() * t.element_size() for t in tensors.values())      # of all shards
+        self.times = dict(save_seconds=round(time.perf_counter() - start, 3), save_gb=round(size / 1e9, 6))
+
+    def take_times(self):
+        """{save_seconds, save_gb} of a save that has ended since the last call, else {}."""
+        times, self.times = self.times, {}
+        return times
 
     def wait(self):
         """Wait until the last save is on disk, or has failed."""

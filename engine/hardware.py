@@ -1,7 +1,8 @@
 """
 This machine, settings that make its CPU faster without changing results, and the GPUs that tools/plan.py knows.
 
-    pick_device, pick_dtype, can_compile    the meaning of "auto" here, and whether torch.compile can work
+    pick_device, pick_dtype                 the meaning of "auto" here
+    can_compile, parts_to_compile           whether torch.compile can work, and what it compiles in fine-tuning
     keep_freed_memory                       spares a CPU the zeroing of new memory in every step
     GPUS, usage                             FLOP/s of GPUs, and how much of them a run uses
     memory_of, free_on_host                 bytes of memory
@@ -39,7 +40,8 @@ def pick_device(device):
         return available[0]
     if device.split(":")[0] in available:
         return device
-    raise ValueError(f"device={device!r} is not here: there is {', '.join(available)}")
+    driver = f"; this torch wants a driver for CUDA {torch.version.cuda} (nvidia-smi)" if torch.version.cuda else ""
+    raise ValueError(f"device={device!r} is not here: there is {', '.join(available)}{driver}")
 
 
 def pick_dtype(dtype, device):
@@ -66,6 +68,16 @@ def can_compile(device):
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
     return "mps" not in str(device) and shutil.which(compiler) is not None
+
+
+def parts_to_compile(compile, device):
+    """
+    The parts of a model that torch.compile compiles in fine-tuning, as in parallel.distribute(): all, "activations" or
+    nothing. Batches of many shapes would compile blocks again and again; xIELU is compiled once for all shapes.
+    """
+    if not can_compile(device):
+        return False
+    return compile or device.startswith("cuda") and "activations"
 
 
 def keep_freed_memory():

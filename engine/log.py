@@ -23,6 +23,7 @@ class Log:
         self.bar = tqdm(disable=True)
         self.speeds = []                                   # tokens/s of each step of this process
         self.flops_per_token = None
+        self.attached = {}                                 # values of the next entry
 
     def open(self, start, end, flops_per_token=None):
         """
@@ -48,10 +49,15 @@ class Log:
     # -----------------------------------------------------------------------------
     # entries
 
+    def attach(self, **values):
+        """Add values to the next entry."""
+        self.attached |= values
+
     def write(self, step, **values):
         """Append an entry."""
         for write in self.writers:
-            write(dict(step=step, **values))
+            write(dict(step=step, **values, **self.attached))
+        self.attached = {}
 
     def step(self, step, loss, seconds, tokens_in_step, **values):
         """Log a finished step. tokens_in_step: of all ranks, padding included, from which the speed follows."""

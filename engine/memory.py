@@ -17,8 +17,9 @@ The memory that a training step takes on a device, added up before anything is a
 
 A step fits if the sum is at most the device's memory; tools/plan.py uses the same sum, and names settings that fit.
 Without `beyond` it is between 3 % more and 6 % less than the peaks of whole compiled 8B steps in torch's allocator on a
-stand-in for an H200. Eager torch takes more: xIELU's fp32 tensors are not fused, 0.5 MB for each position of the 8B in
-memory, and, where all weights are trained, the blocks' weights in bf16 are kept for backward, 14 GB.
+stand-in for an H200. Eager blocks, as in fine-tuning, take more: where all weights are trained, their weights in bf16
+are kept for backward, 14 GB; and without a compiler xIELU's fp32 tensors are not fused, 0.5 MB for each position of the
+8B in memory.
 """
 
 import shlex
@@ -94,7 +95,8 @@ def fit_to_memory(model, settings, ranks, device, dtype, window, micro_batch, ra
 
     model: on the meta device; window: tokens of a sample; micro_batch: samples as the user has set them. If they do not
     fit, fewer are in memory at once (not with --exact); with hsdp and no hsdp_shard, more ranks share a copy. On a GPU
-    it prints the sum. ValueError, with the sum and the command that plans this run, if nothing fits.
+    it prints the sum. ValueError, with the sum and the command that plans this run, if nothing fits; or if fewer fit
+    than set and the loss is a mean over micro-batches.
     ranks_have_met: a second check, of windows whose length was unknown before; this process may hold the model already.
     """
     total = free = memory_of(device)
@@ -127,7 +129,15 @@ def fit_to_memory(model, settings, ranks, device, dtype, window, micro_batch, ra
         raise ValueError(f"{line}. For settings that fit, run: {plan_command(model, settings, ranks, device, window)}")
     if ranks.is_main and tokens and device.startswith("cuda"):
         print(line)
+    check_average(settings, micro_batch)
     return micro_batch, shards
+
+
+def check_average(settings, micro_batch):
+    """ValueError if the loss is a mean over micro-batches and they are smaller than set."""
+    if settings.get("loss_average") == "micro" and micro_batch != settings["micro_batch"]:
+        raise ValueError(f"loss_average=micro averages over micro-batches, and micro_batch={settings['micro_batch']} "
+                         f"has no room: take --micro_batch={micro_batch}, or --loss_average=step")
 
 
 def format_gb(size):

@@ -15,7 +15,8 @@ Collectives and sharding are torch's. Added here is the order: recompute activat
 shard. Tensor and pipeline parallelism, which thousands of GPUs need (python -m tools.plan says when), are in
 github.com/pytorch/torchtitan.
 
-$ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
+$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
+  train.py configs/8b.py --parallel=fsdp --resume
 """
 
 import contextlib
@@ -81,6 +82,10 @@ def choose_mode(mode, exact, is_launched, size, node):
     return "fsdp" if exact and mode == "none" else mode
 
 
+# A rank waits so many times longer for files of another than for its numbers, since file systems are slower than links.
+SAVE_WAITS = 10
+
+
 class Ranks:
     """
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
@@ -95,6 +100,7 @@ class Ranks:
         # A single process inside a Slurm job has srun's variables too. With mode none only torchrun's count.
         ids = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
         self.rank, self.size, self.local, node = ids or (0, 1, 0, 1)
+        self.node = node                                   # ranks on this node
         self.mode = choose_mode(mode, exact, is_launched=bool(ids), size=self.size, node=node)
         self.exact = exact
         self.is_main = self.rank == 0
@@ -112,7 +118,7 @@ class Ranks:
         self.group, self.window_slice = divmod(self.rank, P)
         # From join() to leave(): the process groups that write checkpoints, agree on flags and share a window; the
         # mesh, the device.
-        self.save_group = self.flag_group = self.window_group = self.mesh = self.device = None
+        self.save_group = self.flag_group = self.window_group = self.mesh = self.device = self.save_wait = None
 
     def shard_over(self, shard):
         """Let this number of ranks share one copy of the weights. Before join()."""
@@ -153,6 +159,9 @@ class Ranks:
             torch.cuda.set_device(device)
         if self.mode == "none":
             return
+        if self.size == self.node and os.name == "posix":
+            # By default gloo looks up the host's name, and laptops and containers often have one without an address.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         wait = timedelta(seconds=timeout)
         # A single process needs no network: a store in its own memory will do.
         store = dist.HashStore() if self.size == 1 else None
@@ -160,8 +169,8 @@ class Ranks:
         # Of all groups: also of those that a mesh makes, which has no setting for it (pytorch issue 119613).
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = wait
         dist.init_process_group(backend, None, wait, self.size, self.rank, store)
-        # A thread writes checkpoints while training continues. Its messages need a group of their own.
-        self.save_group = dist.new_group(backend="gloo")
+        self.save_wait = SAVE_WAITS * wait
+        self.renew_save_group()
         self.flag_group = dist.new_group(backend="gloo")
         self.device = device
         shape = (self.replicas, self.shard) if self.mode == "hsdp" else (self.size,)
@@ -172,6 +181,14 @@ class Ranks:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
             torch.set_num_threads(1)                       # two threads split a sum in two, which rounds it differently
             torch.use_deterministic_algorithms(True)
+
+    def renew_save_group(self):
+        """
+        Connect the threads that write checkpoints while training continues. A timeout breaks gloo's connections, so
+        they are made anew after a failed save. Every rank must call this.
+        """
+        if self.mode != "none":
+            self.save_group = dist.new_group(backend="gloo", timeout=self.save_wait)
 
     def all_reduce(self, *numbers):
         """Sums over ranks, in fp64, of a few numbers or 0-d tensors: the same floats on every rank."""
@@ -204,7 +221,8 @@ class Ranks:
 
 def distribute(model, ranks, device, recompute="none", compiled=False):
     """
-    Recompute activations, compile each block, shard: in this order. Changes the model.
+    Recompute activations, compile each block (or, with compiled="activations", xIELU alone), shard: in this order.
+    Changes the model.
 
     A model to be sharded is on the meta device, and memory is allocated for this rank's shards only. A model that has
     memory is not sharded again.
@@ -212,7 +230,9 @@ def distribute(model, ranks, device, recompute="none", compiled=False):
     from engine.recompute import recompute_activations  # here, since only a run needs it
 
     recompute_activations(model, recompute)
-    if compiled:
+    if compiled == "activations":
+        model.compile_activations()
+    elif compiled:
         model.compile_parts()
     if ranks.sharded and next(model.parameters()).is_meta:
         from engine.sharding import shard
@@ -307,8 +327,9 @@ def catch_signals(*names):
     A list that fills when one of these signals arrives. The loop reads it between micro-batches; the handler must do no
     more, since it may interrupt an all-reduce.
 
-    A signal to one rank ends all of them, and torchrun, with exit code 0. torchrun passes a SIGTERM on to its ranks. It
-    passes SIGUSR2 on only with --signals-to-handle; without that, it dies and the ranks continue.
+    A signal to one rank ends all of them, and torchrun, with exit code 0. torchrun passes a SIGTERM on to its ranks,
+    and kills them after --shutdown-timeout, 30 seconds by default: too few to save the 8B. It passes SIGUSR2 on only
+    with --signals-to-handle; without that, it dies and the ranks continue.
     """
     caught = []
     # Windows has no SIGUSR1 and SIGUSR2. Only the main thread may set handlers, not a notebook's worker.

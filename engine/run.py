@@ -114,12 +114,15 @@ class Run:
         self.log.close_bar()
         # Once the weights are on disk, the rest can be repeated.
         self.saver.finish()
+        times = self.saver.take_times()
+        self.log.attach(**times)
         finished = self.done >= self.end
         if self.ranks.is_main:
             forget(self.out, "stop", *["cooldown"] * finished)
             if not finished:
-                print(f"{self.out}: stopped as asked after step {self.done}{', saved' if self.done else ''}; "
-                      "--resume continues")
+                size = f" ({times['save_gb']:.1f} GB in {times['save_seconds']:.1f} s)" if times else ""
+                saved = f", saved{size}" if self.done else ""
+                print(f"{self.out}: stopped as asked after step {self.done}{saved}; --resume continues")
         return finished
 
     # -----------------------------------------------------------------------------
@@ -134,6 +137,7 @@ class Run:
                 save=self.save_is_overdue())
             if self.requests["stop"]:
                 return
+            self.log.attach(**self.saver.take_times())
             self.step_started_at = time.perf_counter()
             with StepTrace(self.out, wanted=self.ranks.is_main and self.is_requested("profile")) as self.trace:
                 yield self.done
@@ -198,6 +202,10 @@ class Run:
         Save a checkpoint in the background. keep_until: the newest checkpoint until this step is never deleted. state:
         further entries of the manifest.
         """
+        self.saver.wait()
+        if self.ranks.any_rank(failed=bool(self.saver.error))["failed"]:
+            self.ranks.renew_save_group()
+            self.saver.use(self.ranks.save_group)
         manifest = state | dict(config=self.settings, seconds=self.seconds())
         self.saver.save(steps, model, optimizer, manifest, keep_until=keep_until)
         self.saved, self.saved_at = steps, time.perf_counter()

@@ -445,6 +445,7 @@ def main(requested):
         outline, settings, ranks, local_device, pick_dtype(train.dtype, local_device), val_data.T,
         ranks.micro_batch(train.batch_size, train.micro_batch))
     ranks.shard_over(shards)
+    settings |= dict(micro_batch=micro_batch_size)         # checkpoints hold it, since results depend on it
 
     with Run(settings, ranks, local_device) as run:
         checkpoint, decayed = None, []

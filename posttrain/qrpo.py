@@ -35,7 +35,8 @@ $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my
       # def rewards(row, completions): return list, which sees all completions of a prompt
 $ python -m posttrain.qrpo configs/qrpo_8b.py --data=prompts.jsonl --rewards=my_reward.py --resume
 $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.md     # posttrain/judge.py
-$ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp     # the same numbers on more ranks
+$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
+  -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp --resume     # the same numbers on more ranks
 """
 
 import sys
@@ -50,7 +51,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 # Before torch: engine.hardware sets environment variables that torch reads when it loads.
-from engine.hardware import can_compile, pick_device, pick_dtype
+from engine.hardware import parts_to_compile, pick_device, pick_dtype
 
 # isort: split
 import numpy as np
@@ -93,7 +94,7 @@ resume = False                  # continue from the newest intact checkpoint of 
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights, states and sums of log-probs are fp32
 parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; each rank samples with a whole model
-compile = False                 # torch.compile of the training steps, block by block; references are sampled eagerly
+compile = False                 # torch.compile of the blocks, in training steps; else of xIELU alone, on CUDA
 seed = 28                       # of the sampled references, the pairs and their order, and initial adapters
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
@@ -360,7 +361,7 @@ def main():
     settings |= read_settings(shape) | common.FIXED | dict(max_length=longest)
     ranks = Ranks(parallel)
     local_device = ranks.local_device(pick_device(device))
-    activations, compiled = pick_dtype(dtype, local_device), compile and can_compile(local_device)
+    activations, compiled = pick_dtype(dtype, local_device), parts_to_compile(compile, local_device)
     # Weights and states must fit; activations are counted below, when the length of the pairs is known.
     outline = build_model(shape, settings, ranks, "meta")
     _, shards = memory.fit_to_memory(outline, settings, ranks, local_device, activations, 0, micro_batch)
@@ -376,9 +377,11 @@ def main():
         all_pairs, notes = prepare_pairs(store, score)
         settings |= dict(data_hash=store.hash[:16], rewards_hash=reward_hash(rewards), tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(all_pairs.sequences) / batch_size)
-        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         micro_batch_size, _ = memory.fit_to_memory(
             outline, settings, ranks, local_device, activations, all_pairs.window, micro_batch, ranks_have_met=True)
+        settings |= dict(micro_batch=micro_batch_size)     # checkpoints hold it, since sums round by it
+        checkpoint = restore.find_same(
+            out, common.must_match(settings), micro_batch_size, steps, ranks.save_group) if resume else None
         distribute(model, ranks, local_device, recompute, compiled)       # not before: references are sampled eagerly
         # `compile` is about the blocks: AdEMAMix's update is compiled from a million parameters on in any case.
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),

@@ -28,7 +28,8 @@ $ python -m posttrain.sft --data=conversations.jsonl --show        # the first c
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl
 $ python -m posttrain.sft --data=chats/,hf://datasets/OWNER/NAME   # both, in one random order
 $ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
-$ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp     # the same numbers on more ranks
+$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
+  -m posttrain.sft configs/sft_8b.py --parallel=fsdp --resume     # the same numbers on more ranks
 """
 
 import sys
@@ -43,7 +44,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 # Before torch: engine.hardware sets environment variables that torch reads when it loads.
-from engine.hardware import can_compile, pick_device, pick_dtype
+from engine.hardware import parts_to_compile, pick_device, pick_dtype
 
 # isort: split
 import numpy as np
@@ -71,7 +72,7 @@ resume = False                  # continue from the newest intact checkpoint of 
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
 parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; the 8B with AdEMAMix takes 161 GB
-compile = False                 # torch.compile of the blocks: worth it on CUDA with --pack, which makes few shapes
+compile = False                 # torch.compile of the blocks, best with --pack (few shapes); else xIELU alone, on CUDA
 seed = 28                       # seed of the order of conversations
 # adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
@@ -192,7 +193,7 @@ def main():
     settings |= read_settings(shape) | common.FIXED | dict(max_length=longest)
     ranks = Ranks(parallel)
     local_device = ranks.local_device(pick_device(device))
-    activations, compiled = pick_dtype(dtype, local_device), compile and can_compile(local_device)
+    activations, compiled = pick_dtype(dtype, local_device), parts_to_compile(compile, local_device)
     # Weights and states must fit; activations are counted below, when the length of the rows is known.
     outline = build_model(shape, settings, ranks, "meta")
     _, shards = memory.fit_to_memory(outline, settings, ranks, local_device, activations, 0, micro_batch)
@@ -204,10 +205,12 @@ def main():
         conversations, dropped, data_hash = tokenize_data(f"{out}/tokens", tok, data, longest, ranks)
         settings |= dict(data_hash=data_hash[:16], tokenizer_hash=tok.hash[:16])
         steps = math.ceil(epochs * len(conversations) / batch_size)
-        checkpoint = restore.find_same(out, common.must_match(settings), steps, ranks.save_group) if resume else None
         window = longest if pack else conversations.longest
         micro_batch_size, _ = memory.fit_to_memory(
             outline, settings, ranks, local_device, activations, window, micro_batch, ranks_have_met=True)
+        settings |= dict(micro_batch=micro_batch_size)     # checkpoints hold it, since sums round by it
+        checkpoint = restore.find_same(
+            out, common.must_match(settings), micro_batch_size, steps, ranks.save_group) if resume else None
         model = build_model(shape, settings, ranks, local_device, compiled, weights, fresh=not checkpoint)
         # `compile` is about the blocks: AdEMAMix's update is compiled from a million parameters on in any case.
         opt = build_optimizer(model, optimizer, lr, betas, alpha, weight_decay, warmup=min(steps, 100_000),

@@ -55,6 +55,9 @@ if __name__ == "__main__":
         ranks = Ranks("hsdp", False, 2, P=2)
         assert (ranks.groups, ranks.group, ranks.window_slice) == (2, ranks.rank // 2, ranks.rank % 2)
         ranks.join("cpu", 60)
+        # Else gloo asks for the address of the host's name, which a laptop or a container may lack.
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        assert ranks.mesh.get_group("shards")._get_backend(torch.device("cpu")).options._timeout.seconds == 60
         quarters = Ranks("ddp", P=4)
         quarters.window_group, _ = dist.new_subgroups(4)
         check(ranks, torch.float32, 2e-5)

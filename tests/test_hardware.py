@@ -2,13 +2,15 @@
 engine/hardware.py and decoding.py against the Linux kernel's files, and products in fp64.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import table
+from conftest import ROOT, table
 
 import model
+from configurator import read_config
 from engine import decoding, hardware
 from engine.log import Log
 
@@ -20,8 +22,15 @@ def test_auto_is_the_first_of_cuda_mps_and_cpu_that_is_here(monkeypatch, names):
     assert hardware.pick_device("auto") == names.partition(",")[0]
     assert hardware.pick_device("cpu") == "cpu"
     missing = "tpu:1" if "cuda" in names else "cuda:0"
-    with pytest.raises(ValueError, match=f"device='{missing}' is not here: there is {names}$"):
-        hardware.pick_device(missing)
+    for version, hint in ((None, ""), ("13.0", "; this torch wants a driver for CUDA 13.0 .nvidia-smi.")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(ValueError, match=f"device='{missing}' is not here: there is {names}{hint}$"):
+            hardware.pick_device(missing)
+
+
+def test_configs_for_gpus_never_fall_back_to_a_cpu():
+    others = {file.stem for file in Path(ROOT, "configs").glob("*.py") if read_config(file).get("device") != "cuda"}
+    assert others == {"laptop", "long", "recipe", "tiny"}
 
 
 DTYPES = """
@@ -58,6 +67,8 @@ def test_compilation_wants_a_compiler(monkeypatch, device, variable, there, work
     monkeypatch.setattr(hardware.shutil, "which", lambda name: name if name in there.split() else None)
     monkeypatch.setattr(hardware.os, "environ", {variable: "mine"})
     assert hardware.can_compile(device) == (works == "yes")
+    assert hardware.parts_to_compile(True, device) == (works == "yes")
+    assert hardware.parts_to_compile(False, device) == (works == "yes" and "cuda" in device and "activations")
 
 
 def test_malloc_keeps_freed_memory(monkeypatch):

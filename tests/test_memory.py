@@ -50,7 +50,7 @@ def fit(monkeypatch, capsys, eight):
         ranks = SimpleNamespace(
             shard=shard or size, size=size, is_main=is_main, groups=groups or size, mode=mode, exact=exact
         )
-        settings = SETTINGS | settings | dict(exact=exact)
+        settings = SETTINGS | dict(micro_batch=micro_batch, exact=exact) | settings
         try:
             chosen = memory.fit_to_memory(
                 eight, settings, ranks, device, torch.bfloat16, T, micro_batch, ranks_have_met
@@ -105,6 +105,8 @@ LINES = """
 143771 | 1 | 1 | state_dtype=bfloat16 recompute=selective | total 146.4;
 81559  | 6 | 8 |                 | (2, 8) GB that a step takes, with micro_batch=2 and a copy of the model on 8:
 81559  | 6 | 8 |                 | total 74.7; cuda:0 has 85.5
+81559  | 6 | 8 | loss_average=micro | micro_batch=6 has no room: take --micro_batch=2
+81559  | 2 | 8 | loss_average=micro | (2, 8)
 40960  | 4 | 64 | mode=hsdp shard=8 | (1, 16) GB that a step takes, with micro_batch=1 and a copy of the model on 16
 36864  | 4 | 64 | mode=hsdp shard=8 recompute=cheap | with micro_batch=2 and a copy of the model on 32
 61440  | 4 | 64 | mode=hsdp shard=8 | with micro_batch=1 and a copy of the model on 8:

@@ -5,13 +5,14 @@ transformers has no counterpart: closed forms and published numbers.
 
 import hashlib
 import json
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny import GOLDEN, golden, ids, small, tensors
+from tiny import GOLDEN, SMALL, golden, ids, small, tensors
 from torch.testing import assert_close
 
 import convert
@@ -214,9 +215,12 @@ def test_the_8b_and_the_70b_have_the_published_shape_parameters_and_flops(change
     assert model.flops_per_token(4096) - attention == (counted - attention) * 2 // 3
 
 
-def test_initial_values_are_drawn_from_the_hash_of_seed_and_name():
+def test_initial_values_are_drawn_in_threads_from_the_hash_of_seed_and_name(monkeypatch):
     """So they depend on no other module. Norm weights are 1, slopes 0.8; residual matrices have a factor 1/sqrt(2L)."""
-    model = Apertus(small(n_layer=8).config)  # its seed is 28
+    both, initial = threading.Barrier(2, timeout=10), Apertus.initial
+    monkeypatch.setattr(Apertus, "initial", lambda *args: (both.wait(), initial(*args))[1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    model = Apertus(ApertusConfig(**SMALL | dict(n_layer=8, tie_embeddings=True)))  # its seed is 28
     for name, p in model.named_parameters():
         wanted = torch.ones_like(p)
         if "alpha" in name:

@@ -4,19 +4,23 @@ warm process (tests/faults/launch.py). Results of many ranks are compared with t
 """
 
 import os
+import subprocess
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import refused, same, script, weights
-from torch._dynamo.testing import EagerAndRecordGraphs
+from conftest import ROOT, refused, same, script, weights
+from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from trained import data, log  # noqa: F401
+from trained import data, log, steps  # noqa: F401
 
 from engine import parallel, sharding
 from engine.recompute import recompute_activations
-from model import Apertus, ApertusConfig
+from model import Apertus, ApertusConfig, Block
 from posttrain import lora
 
 # The learning rate is chaotic on purpose: small differences grow, and the text decides how fast. Goldfish with k = 2
@@ -139,6 +143,39 @@ def test_an_error_of_nccl_is_a_lost_rank_if_it_says_so():
     assert not parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO")
 
 
+# A save of the 8B writes 129 GB; torchrun kills 30 seconds after SIGTERM unless --shutdown-timeout says otherwise.
+SLOW_SAVE = """
+import runpy, time
+from engine import checkpoint
+def write(*args, write=checkpoint.write):
+    time.sleep(40)
+    write(*args)
+checkpoint.write = write
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path):
+    [line] = [line for line in Path(ROOT, "docs/scale.md").read_text().splitlines() if "configs/node.py" in line]
+    flags = line.partition("train.py")[0].replace("torchrun", "-m torch.distributed.run").replace("=8", "=2")
+    train = arguments(data, tmp_path / "run", "--total_samples=99999 --parallel=fsdp --checkpoint_every=0")
+    (tmp_path / "slow.py").write_text(SLOW_SAVE)
+    env = os.environ | dict(PYTHONPATH=ROOT)
+    with open(tmp_path / "log", "w") as out:
+        command = [sys.executable, *flags.split(), tmp_path / "slow.py", *train]
+        torchrun = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+        while "10/" not in (text := (tmp_path / "log").read_text()):
+            assert torchrun.poll() is None, text
+            time.sleep(1)
+        torchrun.terminate()
+        torchrun.wait(90)
+    assert "stopped as asked after step" in (text := (tmp_path / "log").read_text()), text
+    [saved] = steps(tmp_path / "run")
+    done = script("train.py", *train, "--parallel=none", "--resume", f"--total_samples={8 * saved + 8}")
+    assert done.returncode == 0 and steps(tmp_path / "run") == [saved, saved + 1]
+
+
 # -----------------------------------------------------------------------------
 # a model of two layers in this process
 
@@ -247,6 +284,41 @@ def test_recomputed_blocks_are_compiled_whole():
         )
     torch._dynamo.reset()
     assert min(sizes) >= sizes[0] > 40
+
+
+def test_blocks_in_shards_that_are_recomputed_compile_once_for_training_validation_and_samples(
+    data, tmp_path, monkeypatch
+):
+    """One rank in shards (--exact), two micro-batches a step; validation and a sample follow the second step."""
+    backend, compile_module = CompileCounterWithBackend("aot_eager"), torch.nn.Module.compile
+    monkeypatch.setattr(Block, "compile", lambda self, **how: compile_module(self, backend=backend, **how))
+    for compiled in (True, False):
+        flags = f"""{CHAOTIC} --exact --total_samples=32 --n_layer=2 --recompute=cheap --eval_every=2 --sample_every=2
+            --optimizer=adamw --lr=1e-4 --checkpoint_every=0 --compile={compiled}"""
+        done = script("train.py", *arguments(data, tmp_path / str(compiled), flags))
+        assert done.returncode == 0, done.stderr
+    assert backend.frame_count == 1
+    torch._dynamo.reset()
+    for one, other in zip(*(log(tmp_path / name) for name in ("True", "False")), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_without_compiled_blocks_xielu_is_compiled_once_for_all_lengths():
+    """With each mode of recomputation. Sums over more than 4,096 numbers, which inductor splits on a CPU."""
+    for mode in MODES:
+        torch._dynamo.reset()
+        counters.clear()
+        model, eager = Apertus(SMALL), Apertus(SMALL)
+        for some, parts in (model, "activations"), (eager, False):
+            parallel.distribute(some, parallel.Ranks(), "cpu", mode, parts)
+        for T in (90, 128, 100):
+            idx = torch.arange(2 * T).view(2, T) % 33
+            for some in model, eager:
+                some.loss(idx, (idx + 1) % 33).backward()
+            for one, other in zip(model.parameters(), eager.parameters()):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+        assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
 
 
 def test_a_block_with_a_break_in_its_graph_is_an_error(monkeypatch):

@@ -5,6 +5,7 @@ test_step.py compares steps with fp64, test_matrix.py kills runs, tests/faults i
 """
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -18,7 +19,7 @@ from conftest import refused, same, weights
 from trained import SIX_STEPS, contents, data, equal, killed_after, log, ran, steps, timeless, trained  # noqa: F401
 
 from data import TokenDataset
-from engine import checkpoint, parallel, restore
+from engine import checkpoint, memory, parallel, restore
 from engine.files import read_json
 from engine.runs import settings_of
 from model import Apertus
@@ -129,6 +130,9 @@ def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, t
     says(ran(data, run, "--eval_every=10", "--resume"), f"resumed from {run}/ckpt/step-00000010")
     assert equal(run, whole) and log(run) == log(whole)
     assert settings_of(run)["n_layer"] == 1
+    last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+    size = sum(file.stat().st_size for file in (run / "ckpt" / "step-00000020").glob("*.safetensors"))
+    assert last["save_gb"] == pytest.approx(size / 1e9, rel=0.1) and last["save_seconds"] > 0
 
 
 @pytest.mark.parametrize("torn", ['{"val_bpb": 1', "null", '{"tokens": 4096}'])
@@ -167,6 +171,7 @@ OTHERS = """
     --batch_ramp_at=80               | batch_ramp_at 0 -> 80
     --batch_size=16                  | batch_size 8 -> 16
     --seed=3                         | seed 28 -> 3
+    --loss_average=micro --micro_batch=2 | micro_batch 4 -> 2
     --n_layer=3 --doc_mask=False     | n_layer 1 -> 3; doc_mask True -> False
 """
 
@@ -179,6 +184,21 @@ def test_a_run_is_not_resumed_as_another(data, runs, row):
     done = ran(data, run, "--resume", "--total_samples=320", *command.split())
     refused(done, f"{run}/ckpt/step-00000020 is of another run: {words}. Take")
     assert (contents(run / "ckpt"), log(run)) == before
+
+
+def test_where_memory_is_short_a_checkpoint_holds_the_micro_batch_that_fits(data, tmp_path, monkeypatch):
+    """A position takes one byte in this test, and windows have 32. Eight positions are too few for fp8."""
+    monkeypatch.setattr(memory, "step_memory", lambda model, how, tokens, *_: dict(total=how["micro_batch"] * tokens))
+    monkeypatch.setattr(memory, "memory_of", lambda device: 64)
+    run = killed_after(trained(data, tmp_path / "run"), tmp_path / "killed", 10)
+    assert settings_of(run)["micro_batch"] == 2
+    monkeypatch.setattr(memory, "memory_of", lambda device: None)
+    says(
+        ran(data, run, "--resume"), "ckpt/step-00000010 has micro_batch=2, and this run takes 4: sums round differently"
+    )
+    monkeypatch.setattr(memory, "memory_of", lambda device: 8)
+    fp8 = "--fp8 --block_size=8 --micro_batch=2 --activation=relu2".split()
+    refused(ran(data, tmp_path / "fp8", *fp8), "positions_of_a_micro_batch=8")
 
 
 def test_without_a_compiler_it_says_so_and_wandb_gets_every_line_of_the_log(data, tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ class Trial:
         command = [str(script), *map(str, args)]
         for rank in range(max(1, ranks)):
             env = f"""RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={ranks} MASTER_PORT={port}
-                MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo """
+                MASTER_ADDR=127.0.0.1 """
             process = server.Process(target=child, args=(command, fault, self.log, env * (ranks > 0)), daemon=True)
             process.start()
             self.processes.append(process)

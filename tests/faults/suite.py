@@ -29,7 +29,7 @@ import trained  # noqa: E402
 from conftest import same, weights  # noqa: E402
 from faults.launch import Trial  # noqa: E402
 
-from engine import parallel, restore  # noqa: E402
+from engine import checkpoint, parallel, restore  # noqa: E402
 
 kills = 500  # how often runs are killed by SIGKILL
 record = ""  # folder for the results (faults.json, table.md); "" = only print them
@@ -43,6 +43,7 @@ DISTURBANCES = [
     ("SIGTERM", "0", "stopped as asked after step 13, saved", ""),
     ("SIGUSR2", "0", "stopped as asked after step 13, saved", ""),
     ("SIGUSR1", "0", "the decay begins", "--total_samples=400 --decay_samples=100"),
+    ("slow save", "0", "(failure 1 of 3; training continues", "--checkpoint_every=3 --timeout=20"),
     ("SIGSTOP", "1 -9", "lost another rank", "--timeout=3"),
 ]
 
@@ -134,7 +135,14 @@ def disturb(how):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         return
+    if how == "slow save":
+        parallel.SAVE_WAITS = 0.1  # two seconds
     if os.environ["RANK"] == "0":
+        return
+    if how == "slow save":
+        waits = iter([4])
+        make_folder = checkpoint.make_folder
+        checkpoint.make_folder = lambda path: (time.sleep(next(waits, 0)), make_folder(path))
         return
     fault, _, early = how.partition(" in ")
     # Each rank has two micro-batches, before which set_gradient_sync() is called, and square_norm() once a step.
