@@ -100,7 +100,7 @@ def test_each_completion_has_the_beta_and_the_partition_of_its_length_and_refere
         patch.setattr(qrpo, "ties", ties)
         known = qrpo.known_values(pairs, beta)
     found = torch.stack((known.beta, known.beta_log_z, known.length, known.tokens), -1)
-    assert found.view(-1, 4).numpy() == approx(np.array(wanted), rel=1e-4, abs=1e-5)
+    assert found.view(-1, 4).numpy() == approx(np.array(wanted), rel=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
