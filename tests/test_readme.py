@@ -159,7 +159,10 @@ def test_the_table_of_faults_is_the_record_of_those_that_were_done():
     assert f"{sum(times for _, times, *_ in rows):,} faults" in table
 
 
+LONGER = {"README.md": 1_100, "docs/decisions.md": 2_500, "docs/scale.md": 850}  # words
+
+
 def test_pages_are_short_enough_to_be_read():
-    for page, most in (dict.fromkeys(PAGES, 700) | {"README.md": 1_100, "docs/decisions.md": 2_500}).items():
+    for page, most in (dict.fromkeys(PAGES, 700) | LONGER).items():
         words = re.findall(r"\S*\w\S*", re.sub(r"```.*?```", "", read(page), flags=re.S))
         assert len(words) <= most, page
