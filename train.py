@@ -239,7 +239,7 @@ def main(requested):
         data_hash=train_data.fingerprint, tokenizer=train_data.meta["tokenizer"], minutes=minutes if by_clock else 0.0,
         teacher_hash=teacher_model.hash if teacher_model else "")
     plan = Plan.from_settings(settings, by_clock, stage_end=train_data.stage_end)
-    from engine import memory, restore  # here, since only the start of a run needs them
+    from engine import memory, preflight, restore  # here, since only the start of a run needs them
     outline = build_model(model_shape, settings, ranks, "meta")
     micro_batch_size, shards = memory.fit_to_memory(
         outline, settings, ranks, local_device, pick_dtype(dtype, local_device), val_data.T,
@@ -248,6 +248,7 @@ def main(requested):
     settings |= dict(micro_batch=micro_batch_size)         # checkpoints hold it, since results depend on it
 
     with Run(settings, ranks, local_device) as run:
+        preflight.check(outline, settings, ranks, local_device)
         checkpoint, decayed = None, []
         if resume:
             checkpoint, plan.decay_at, decayed = restore.find_checkpoint(
@@ -307,7 +308,7 @@ def introduce(run, settings, plan, model, train_data):
     print(f"{model.num_params():,} parameters on {devices} in {str(model.dtype)[6:]}, {length} of {batch_size} x "
           f"{plan.block_size} tokens per step; data: {train_data.n_tokens:,} tokens")
     if compile and not can_compile(run.device):
-        print(f"no compiler found for {run.device} (on a CPU: a C++ one, like g++): running eagerly, half as fast")
+        print(f"no compiler found for {run.device} (it wants g++, and on CUDA Python.h): running eagerly, half as fast")
     remove_old_weights(out)
     write_run_config(out, settings, model.config, data)
 

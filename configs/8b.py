@@ -9,6 +9,11 @@
 # fp32 it would be 161 GB. The rest of the memory holds one window. A step of 4.2M tokens would take about ten minutes,
 # so 15T tokens would take 60 years: use this with continue_8b.py, or set your own --total_samples. No GPU has run it
 # yet.
+#
+# The warm-up, 4,000 steps, is 16.8B tokens: 2.7 days on one node of 8 H100. For a run of two days there, 2,900 steps of
+# which 100 warm up:
+#
+#     --minutes=2880 --warmup_samples=102_400 --alpha_warmup=2_900
 from configs.pretraining import *
 
 out = "out/8b"

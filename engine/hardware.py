@@ -15,6 +15,7 @@ import ctypes
 import os
 import re
 import shutil
+import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,11 +64,15 @@ def pick_dtype(dtype, device):
 
 
 def can_compile(device):
-    """Whether torch.compile works here, which wants a C++ compiler. Not on MPS, where torch's support is young."""
+    """
+    Whether torch.compile works here, which wants a C++ compiler and, for Triton on CUDA, the headers of Python. Not on
+    MPS, where torch's support is young.
+    """
     # torch would first compile a program to see whether AVX works, which takes seconds at every start.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
-    return "mps" not in str(device) and shutil.which(compiler) is not None
+    has_headers = "cuda" not in str(device) or os.path.exists(f"{sysconfig.get_path('include')}/Python.h")
+    return "mps" not in str(device) and shutil.which(compiler) is not None and has_headers
 
 
 def parts_to_compile(compile, device):

@@ -9,11 +9,15 @@ torch's attention kernels, behind three functions that model.attend and generate
 import torch
 import torch.nn.functional as F
 
+from engine.hardware import can_compile
+
 # Letters: B batch, T queries, S keys, H query heads, K key-value heads, D head dim.
 
 # On Hopper torch would choose cuDNN's kernel, which plans anew for each length (users report half a second).
 torch.backends.cuda.enable_cudnn_sdp(False)
-if torch.cuda.is_available():                              # flex_attention has no backward pass on CPUs
+# flex_attention has no backward pass on CPUs. It is compiled whatever --compile says: else it stores all scores.
+HAS_FLEX = torch.cuda.is_available() and can_compile("cuda")
+if HAS_FLEX:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     create_block_mask = torch.compile(create_block_mask)
     flex_attention = torch.compile(flex_attention)
@@ -35,9 +39,9 @@ def block_attention(q, k, v, mask):
 
 
 def document_mask(doc, head_dim):
-    """The mask for attention inside documents: a BlockMask on CUDA, else doc (B, T) itself, or None."""
+    """The mask for attention inside documents: a BlockMask on CUDA with a compiler, else doc (B, T) itself, or None."""
     # flex_attention's kernel needs a head dim of at least 16.
-    if doc is None or not doc.is_cuda or head_dim < 16:
+    if doc is None or not doc.is_cuda or head_dim < 16 or not HAS_FLEX:
         return doc
     B, T = doc.shape
 

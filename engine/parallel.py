@@ -82,6 +82,16 @@ def choose_mode(mode, exact, is_launched, size, node):
     return "fsdp" if exact and mode == "none" else mode
 
 
+def sum_in_one_order():
+    """Let this process add up numbers in the same order in every run."""
+    import torch._inductor.config  # here, since it takes half a second
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # without it cuBLAS is not deterministic
+    torch.set_num_threads(1)                               # two threads split a sum in two, which rounds it differently
+    torch.use_deterministic_algorithms(True)
+    torch._inductor.config.deterministic = True            # else it times several orders and takes the fastest
+
+
 # A rank waits so many times longer for files of another than for its numbers, since file systems are slower than links.
 SAVE_WAITS = 10
 
@@ -91,7 +101,9 @@ class Ranks:
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
 
     mode: none | ddp | fsdp | hsdp, or auto: none without a launcher, fsdp on one node, hsdp on several. exact: add
-    gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, even with one process. shard: with
+    gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, even with one process. An fp32
+    number has 24 bits and fp64 has 53, so sums of a few fp32 numbers are exact in any order, unless their magnitudes
+    differ by more than 2^26. shard: with
     hsdp, how many ranks share one copy of the model; 0 = those of a node. P: neighbouring ranks that read the same
     samples and share each window. ValueError for settings that cannot work. No connection is opened before join().
     """
@@ -178,9 +190,7 @@ class Ranks:
         if self.P > 1:
             self.window_group, _ = dist.new_subgroups(self.P)
         if self.exact:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-            torch.set_num_threads(1)                       # two threads split a sum in two, which rounds it differently
-            torch.use_deterministic_algorithms(True)
+            sum_in_one_order()
 
     def renew_save_group(self):
         """

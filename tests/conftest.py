@@ -85,6 +85,7 @@ def script(name, *args, stdin="", pictures=False):
         except SystemExit as e:
             code = e.code or 0
     torch.use_deterministic_algorithms(False)  # as --exact leaves it
+    torch._inductor.config.deterministic = False
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 

@@ -11,7 +11,7 @@ from conftest import ROOT, table
 
 import model
 from configurator import read_config
-from engine import decoding, hardware
+from engine import decoding, hardware, kernels
 from engine.log import Log
 
 
@@ -53,8 +53,9 @@ def test_auto_is_bf16_where_the_processor_multiplies_in_it(monkeypatch, dtype, d
 
 
 COMPILERS = """
-cuda:0 |     | g++  | yes
-cuda   |     |      | no
+cuda:0 |     | g++ Python.h | yes
+cuda:0 |     | g++  | no
+cuda   |     | Python.h | no
 cpu    |     | g++  | yes
 cpu    | CXX | g++  | no
 cpu    | CXX | mine | yes
@@ -63,12 +64,23 @@ mps    |     | g++  | no
 
 
 @pytest.mark.parametrize("device, variable, there, works", table(COMPILERS))
-def test_compilation_wants_a_compiler(monkeypatch, device, variable, there, works):
+def test_compilation_wants_a_compiler_and_on_cuda_the_headers_of_python(
+    monkeypatch, tmp_path, device, variable, there, works
+):
+    monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: str(tmp_path))
+    if "Python.h" in there:
+        (tmp_path / "Python.h").touch()
     monkeypatch.setattr(hardware.shutil, "which", lambda name: name if name in there.split() else None)
     monkeypatch.setattr(hardware.os, "environ", {variable: "mine"})
     assert hardware.can_compile(device) == (works == "yes")
     assert hardware.parts_to_compile(True, device) == (works == "yes")
     assert hardware.parts_to_compile(False, device) == (works == "yes" and "cuda" in device and "activations")
+
+
+def test_without_them_a_gpu_masks_documents_by_their_ids(monkeypatch):
+    monkeypatch.setattr(kernels, "HAS_FLEX", False)
+    doc = SimpleNamespace(is_cuda=True, shape=(1, 1), device="cuda")
+    assert kernels.document_mask(doc, 64) is doc
 
 
 def test_malloc_keeps_freed_memory(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from conftest import table
 
 from configurator import literal
-from engine import memory
+from engine import memory, preflight
 from model import Apertus, ApertusConfig
 
 SETTINGS = dict(
@@ -129,6 +129,14 @@ def test_a_run_says_what_a_step_of_the_8b_takes_and_the_error_how_to_plan_it(
     flags = dict(word.split("=") for word in settings.split())
     given = {name: literal(value) for name, value in flags.items()}
     assert says in fit(*map(int, (mib, micro_batch, ranks)), **given)
+
+
+def test_without_room_for_a_checkpoint_a_run_does_not_begin(eight):
+    """128.9 GB of the 8B."""
+    preflight.check_disk(eight, SETTINGS | dict(out="out/8b"), 16 * 8_053_338_176)
+    with pytest.raises(ValueError, match="out/8b: a checkpoint takes 128.9 GB, and 96.6 are free: free some"):
+        preflight.check_disk(eight, SETTINGS | dict(out="out/8b"), 12 * 8_053_338_176)
+    preflight.check_disk(eight, SETTINGS | dict(state_dtype="bfloat16"), 12 * 8_053_338_176)
 
 
 def test_one_rank_prints_on_a_gpu(fit):

@@ -188,10 +188,11 @@ def one_shard():
     """The ranks of a single process in exact mode."""
     ranks = parallel.Ranks(exact=True)
     ranks.join("cpu", 10)
-    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.are_deterministic_algorithms_enabled() and torch._inductor.config.deterministic
     yield ranks
     ranks.leave()
     torch.use_deterministic_algorithms(False)
+    torch._inductor.config.deterministic = False
 
 
 @pytest.mark.parametrize("exact, dtype", [(True, torch.float32), (False, torch.bfloat16)])

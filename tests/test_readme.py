@@ -165,8 +165,11 @@ def test_the_numbers_that_pages_quote_stand_in_committed_tables():
         assert words in " ".join(read(file).split()), line
 
 
+LONGER = {"README.md": 900, "docs/decisions.md": 2_500, "docs/scale.md": 850}  # words
+
+
 def test_pages_are_short_enough_to_be_read():
-    for page, most in (dict.fromkeys(PAGES, 700) | {"README.md": 900, "docs/decisions.md": 2_500}).items():
+    for page, most in (dict.fromkeys(PAGES, 700) | LONGER).items():
         words = re.findall(r"\S*\w\S*", re.sub(r"```.*?```", "", read(page), flags=re.S))
         assert len(words) <= most, page
 
