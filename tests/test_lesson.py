@@ -1,55 +1,47 @@
-"""tools/lesson.py: --check passes the project's file, fails the empty one, and names a planted mistake."""
+"""tools/lesson.py: --check passes the project's file, tells an empty one at once, and names each planted mistake."""
 
 import multiprocessing
-import os
-import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, script
 from transformers import AutoTokenizer  # noqa: F401  import it once, not in each fork
 
+import tools.cases
 import tools.lesson
 
 LESSONS = tomllib.loads(Path(ROOT, "tools", "lessons.toml").read_text())
-KEPT = {}
+MISTAKES = tomllib.loads(Path(ROOT, "tests", "mistakes.toml").read_text())
 pytestmark = pytest.mark.alone
-RUN = subprocess.run
 
 
-def judged(command, env, **_):
-    """Like subprocess.run of pytest, once per text, in a fork of this process: importing torch takes seconds."""
-    folder = Path(env["PYTHONPATH"].split(os.pathsep)[0])
-    [file] = folder.rglob("*.py")
-    key = file.read_text(), *command
-    if key not in KEPT:
-        log = folder / "log"
-        process = multiprocessing.get_context("fork").Process(target=child, args=(command, env, log))
-        process.start()
-        process.join()
-        KEPT[key] = SimpleNamespace(returncode=process.exitcode, stdout=log.read_text(), stderr="")
-    return KEPT[key]
-
-
-def child(command, env, log):
+def child(folder, main, argv):
     """Start like a new process: drop the project's modules that earlier tests have imported."""
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) or ""
-        if file.startswith(ROOT) and "site-packages" not in file:
+        if file.startswith(ROOT) and "site-packages" not in file and name != "tools.cases":
             del sys.modules[name]
-    subprocess.run = RUN
-    os.environ.update(env)
-    sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
-    sys.stdout = sys.stderr = open(log, "w")
-    sys.exit(pytest.main(command[4:]))
+    sys.path[:0] = [str(folder), ROOT]
+    sys.argv = [*argv]
+    sys.stdout = sys.stderr = open(folder / "log", "w")
+    sys.exit(main())
+
+
+def forked(folder, main, *argv):
+    """(whether main() exits with 0, what it prints), in a fork of this process: importing torch takes seconds."""
+    process = multiprocessing.get_context("fork").Process(target=child, args=(folder, main, argv))
+    process.start()
+    process.join(20)  # some mistakes never end
+    process.kill()
+    process.join()
+    return process.exitcode == 0, (folder / "log").read_text()
 
 
 @pytest.fixture
-def lesson(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", judged)
+def lesson(tmp_path):
     return lambda *args: script("tools.lesson", f"--out={tmp_path}", *args)
 
 
@@ -62,30 +54,55 @@ def test_a_body_goes_with_its_comments_and_its_docstring_stays():
 
 
 @pytest.mark.parametrize("name", LESSONS)
-def test_a_judge_passes_our_file_fails_the_empty_one_and_names_each_mistake(lesson, tmp_path, name):
+def test_the_cases_pass_our_file_and_name_each_mistake(tmp_path, name):
     row = LESSONS[name]
-    assert len(row["hints"]) == 3 <= len(row["mistakes"])
-    assert lesson(name).stdout.strip() == row["sheet"].strip()
-    mine = tmp_path / name / row["file"]
     source = Path(ROOT, row["file"]).read_text()
-
-    def check(text):
-        """(whether the text passes, the mistakes that --check names)"""
-        mine.write_text(text)
-        done = lesson(name, "--check")
-        assert done.returncode == any(word in done.stdout for word in (" failed", " error"))
-        return not done.returncode, [row["says"] for row in row["mistakes"] if row["says"] in done.stdout]
-
-    empty = mine.read_text()
-    assert all(f"raise NotImplementedError('write {path}')\n" in empty for path in row["write"])
-    assert check(empty) == (False, [])
-    assert check(source) == (True, [])
-    for mistake in row["mistakes"]:
-        assert source.count(mistake["old"]) == 1
-        assert check(source.replace(mistake["old"], mistake["new"])) == (False, [mistake["says"]])
+    file = tmp_path / row["file"]
+    tools.lesson.write(file, source)
+    assert forked(tmp_path, tools.cases.main, "", name)[0]
+    assert forked(tmp_path, pytest.main, "", "--collect-only", *tools.lesson.shlex.split(row["tests"]))[0]
+    assert row["mistakes"].keys() == {mistake["mistake"] for mistake in MISTAKES[name]}
+    for mistake in MISTAKES[name]:
+        text = source
+        for old, new in mistake["changes"]:
+            assert source.count(old) == 1
+            text = text.replace(old, new)
+        file.write_text(text)
+        passed, log = forked(tmp_path, tools.cases.main, "", name)
+        assert not passed and row["mistakes"][mistake["mistake"]] in log
 
 
-def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path, monkeypatch, capfd):
+def test_an_empty_file_is_told_at_once_then_cases_run_then_tests(lesson, tmp_path, capfd):
+    lesson("goldfish")
+    mine = tmp_path / "goldfish" / "goldfish.py"
+    source = Path(ROOT, "goldfish.py").read_text()
+    began = time.time()
+    assert lesson("goldfish", "--check").stdout == "Not written yet: goldfish_mask, window_product, kept_keys\n"
+    assert time.time() - began < 1
+    mine.write_text(source)
+    assert lesson("goldfish", "--check").stdout.startswith("Passed.")
+    assert "passed" in capfd.readouterr().out
+    # By hand, in other words than the project's, and with another function that is not there.
+    mine.write_text(
+        tools.lesson.empty_functions(source, ["window_product", "kept_keys"]).replace(
+            "    raise NotImplementedError('write window_product')",
+            "    return np.stack([x[i : i + h - 1].prod() for i in range(len(x) - h + 1)])",
+        )
+    )
+    done = lesson("goldfish", "--check")
+    assert done.returncode == 1 and done.stdout.startswith("Not written yet: kept_keys\n")
+    assert "typical mistake: The hash ends before the label" in capfd.readouterr().out
+    mine.write_text(source.replace('for bit in f"{h:b}"[1:]:', "while"))
+    assert lesson("goldfish", "--check").returncode == 1
+    assert "SyntaxError" in capfd.readouterr().err
+
+
+def test_a_loop_that_does_not_end_is_told(tmp_path, capfd):
+    assert tools.lesson.run_python(["-c", "while True: pass"], tmp_path, seconds=0.1) == 1
+    assert "does a loop in your file end?" in capfd.readouterr().out
+
+
+def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path, capfd):
     sheet = LESSONS["rope"]["sheet"]
     lesson("rope")
     for n, hint in enumerate(LESSONS["rope"]["hints"], 1):
@@ -98,7 +115,6 @@ def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path
     mine.write_text(f"{before}# begun")
     assert lesson("rope").stdout.strip() == LESSONS["rope"]["sheet"].strip()
     assert mine.read_text() == f"{before}# begun"
-    monkeypatch.undo()
     script("tools.lesson", "rope", f"--out={tmp_path}", "--solution")
     lines = capfd.readouterr().out.splitlines()
     assert "+    turned = torch.cat((-b, a), dim=-1)" in lines
