@@ -102,12 +102,24 @@ def test_a_loop_that_does_not_end_is_told(tmp_path, capfd):
     assert "does a loop in your file end?" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("name", LESSONS)
+def test_no_hint_is_a_line_of_the_solution(name):
+    row = LESSONS[name]
+    source = Path(ROOT, row["file"]).read_text()
+    empty = tools.lesson.empty_functions(source, row["write"])
+    assert len(row["hints"]) == 3
+    # Half a line would give it away too.
+    for line in {*source.splitlines()} - {*empty.splitlines()}:
+        expression = line.partition("#")[0].partition(" = ")[2].replace(" ", "") or line.strip()
+        assert len(expression) < 16 or expression not in "".join(row["hints"]).replace(" ", "")
+
+
 def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path, capfd):
     sheet = LESSONS["rope"]["sheet"]
     lesson("rope")
-    for n, hint in enumerate(LESSONS["rope"]["hints"], 1):
-        assert lesson("rope", "--hint").stdout == f"Hint {n} of 3: {hint}\n"
-        sheet += f"\nHint {n} of 3: {hint}\n"
+    for n, step, hint in zip((1, 2, 3), ("where to look", "the idea", "the formula"), LESSONS["rope"]["hints"]):
+        assert lesson("rope", "--hint").stdout == f"Hint {n} of 3, {step}: {hint}\n"
+        sheet += f"\nHint {n} of 3, {step}: {hint}\n"
     assert "the last hint" in lesson("rope", "--hint").stdout
     assert (tmp_path / "rope" / "README.md").read_text() == sheet
     mine = tmp_path / "rope" / "model.py"

@@ -4,7 +4,7 @@ of a few functions are missing. You write them, and the project's own tests chec
 
 $ python -m tools.lesson                        # the lessons
 $ python -m tools.lesson goldfish               # makes lessons/goldfish/, and prints what to read and what to write
-$ python -m tools.lesson goldfish --hint        # the next of three hints
+$ python -m tools.lesson goldfish --hint        # the next of three: where to look, the idea, the formula
 $ python -m tools.lesson goldfish --check       # telling inputs, then the project's tests, both with your file
 $ python -m tools.lesson goldfish --solution    # the difference between your file and the project's
 
@@ -32,6 +32,8 @@ hint = False                # print the next of its hints
 check = False               # run its tests on your file
 solution = False            # print the difference between your file and the project's
 out = "lessons"             # folder of your files
+
+HINTS = ("where to look", "the idea", "the formula")
 
 
 def find_function(tree, name):
@@ -93,7 +95,7 @@ def give_hint(lesson, sheet):
     if n == 3:
         print("That was the last hint: --solution shows the project's file")
         return
-    line = f"Hint {n + 1} of 3: {lesson['hints'][n]}"
+    line = f"Hint {n + 1} of 3, {HINTS[n]}: {lesson['hints'][n]}"
     sheet.write_text(f"{text}\n{line}\n")
     print(line)
 
