@@ -6,6 +6,7 @@ $ python -m tools.lesson                        # the lessons
 $ python -m tools.lesson goldfish               # makes lessons/goldfish/, and prints what to read and what to write
 $ python -m tools.lesson goldfish --hint        # the next of three: where to look, the idea, the formula
 $ python -m tools.lesson goldfish --check       # telling inputs, then the project's tests, both with your file
+$ python -m tools.lesson goldfish --answer=0.3  # your answer to the question at its end
 $ python -m tools.lesson goldfish --solution    # the difference between your file and the project's
 
 tools/lessons.toml has the telling inputs, what each of them tests, the right results, and those of typical mistakes: by
@@ -22,6 +23,7 @@ import ast
 import os
 import shlex
 import subprocess
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -31,6 +33,7 @@ paths = []                  # name of a lesson; none lists all
 hint = False                # print the next of its hints
 check = False               # run its tests on your file
 solution = False            # print the difference between your file and the project's
+answer = None               # a number: your answer to the question on its sheet
 out = "lessons"             # folder of your files
 
 HINTS = ("where to look", "the idea", "the formula")
@@ -82,10 +85,12 @@ def begin(name, lesson):
     """Print what to read and write; on the first call make the folder, with the file to fill."""
     folder = Path(out, name)
     file = folder / lesson["file"]
+    question = textwrap.fill(f"Question: {lesson['question']}", 118)
+    sheet = f"{lesson['sheet']}\n{question}\n\n    python -m tools.lesson {name} --answer=NUMBER\n"
     if not file.exists():
         write(file, empty_functions(Path(ROOT, lesson["file"]).read_text(), lesson["write"]))
-        write(folder / "README.md", lesson["sheet"])
-    print(lesson["sheet"])
+        write(folder / "README.md", sheet)
+    print(sheet)
 
 
 def give_hint(lesson, sheet):
@@ -98,6 +103,17 @@ def give_hint(lesson, sheet):
     line = f"Hint {n + 1} of 3, {HINTS[n]}: {lesson['hints'][n]}"
     sheet.write_text(f"{text}\n{line}\n")
     print(line)
+
+
+def check_answer(lesson):
+    """Print whether the answer is right, to 1 %, and return the exit code. ValueError: it is no number."""
+    if type(answer) not in (int, float):
+        raise ValueError(f"answer={answer}: want a number, such as --answer=0.25")
+    if abs(answer - lesson["answer"]) > abs(lesson["answer"]) / 100:
+        print(f"{answer:,} is too {'large' if answer > lesson['answer'] else 'small'}")
+        return 1
+    print(f"Right. {lesson['because']}")
+    return 0
 
 
 def check_file(name, lesson, folder):
@@ -134,6 +150,8 @@ def main():
     lesson, folder = lessons[name], Path(out, name)
     if (hint or check or solution) and not (folder / lesson["file"]).exists():
         raise ValueError(f"{folder} is not there yet: python -m tools.lesson {name} makes it")
+    if answer is not None:
+        sys.exit(check_answer(lesson))
     if solution:
         subprocess.run(["git", "diff", "--no-index", folder / lesson["file"], f"{ROOT}/{lesson['file']}"])
     elif hint:
