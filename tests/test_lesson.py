@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import re
 import sys
 import time
 import tomllib
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, script
+from conftest import ROOT, refused, script
 from transformers import AutoTokenizer  # noqa: F401  import it once, not in each fork
 
 import ademamix
 import goldfish
 import model
+import plain
 import schedule
 import tokenizer
 import tools.cases
@@ -23,6 +25,7 @@ from corpus import robots
 from posttrain import losses
 
 LESSONS = tomllib.loads(Path(ROOT, "tools", "lessons.toml").read_text())
+WRITTEN = [name for name in LESSONS if name != "plain"]
 MISTAKES = tomllib.loads(Path(ROOT, "tests", "mistakes.toml").read_text())
 pytestmark = pytest.mark.alone
 
@@ -62,7 +65,7 @@ def test_a_body_goes_with_its_comments_and_its_docstring_stays():
     assert tools.lesson.empty_functions(source, ["A.f", "g"]) == empty
 
 
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_the_cases_pass_our_file_and_name_each_mistake(tmp_path, name):
     row = LESSONS[name]
     source = Path(ROOT, row["file"]).read_text()
@@ -114,7 +117,10 @@ def answers():
     document = torch.arange(4096) // 512
     text = "User-agent: *\nDisallow: /\nAllow: /a\nDisallow: /a/b/"
     paths = "/", "/a", "/ab", "/a/b/c", "/a/b.pdf"
+    with torch.device("meta"):
+        three_layers = plain.initial_weights(256, 64, 336, (3, 4, 2))
     return {
+        "plain": sum(p.numel() for p in three_layers.values()),
         "rope": 8192 * model.rope_frequencies(model.ApertusConfig(rope_scaling=0.0))[-1].item() / math.tau,
         "attention": 32 * 2 * 2 * block.self_attn.k_proj.weight.numel() // 4096,
         "xielu": sum(p.numel() for p in block.mlp.parameters()),
@@ -128,6 +134,14 @@ def answers():
         "qrpo": losses.beta_log_z(0.2),
         "robots": sum(robots.may_train_on(f"https://a.example{path}", text)[0] for path in paths),
     }
+
+
+def test_lesson_zero_is_the_whole_file(lesson, tmp_path):
+    lesson("plain")
+    assert (tmp_path / "plain" / "plain.py").read_text() == Path(ROOT, "plain.py").read_text()
+    refused(lesson("plain", "--check"), "plain has nothing to check: change a line, predict, run, and --answer=NUMBER")
+    for line in re.findall(r"(?m)^    (\S.*?) +->", LESSONS["plain"]["sheet"]):
+        assert line in Path(ROOT, "plain.py").read_text()
 
 
 def test_each_question_has_an_answer_that_the_code_confirms(lesson):

@@ -1,6 +1,6 @@
 """
 Learn Apertus by building it: the lessons of docs/learn.md. A lesson gives you a file of the project in which the bodies
-of a few functions are missing. You write them, and the project's own tests check them.
+of a few functions are missing. You write them, and the project's own tests check them. Lesson zero, plain, is to read.
 
 $ python -m tools.lesson                        # the lessons
 $ python -m tools.lesson goldfish               # makes lessons/goldfish/, and prints what to read and what to write
@@ -148,6 +148,8 @@ def main():
     if name not in lessons:
         raise ValueError(f"{name}: no such lesson; there is {', '.join(lessons)}")
     lesson, folder = lessons[name], Path(out, name)
+    if check and not lesson["write"]:
+        raise ValueError(f"{name} has nothing to check: change a line, predict, run, and --answer=NUMBER")
     if (hint or check or solution) and not (folder / lesson["file"]).exists():
         raise ValueError(f"{folder} is not there yet: python -m tools.lesson {name} makes it")
     if answer is not None:
