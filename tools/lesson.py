@@ -1,15 +1,16 @@
 """
 Learn Apertus by building it: the lessons of docs/learn.md. A lesson gives you a file of the project in which the bodies
-of a few functions are missing. You write them, and the project's own tests check them.
+of a few functions are missing. You write them, and the project's own tests check them. Lesson zero, plain, is to read.
 
 $ python -m tools.lesson                        # the lessons
 $ python -m tools.lesson goldfish               # makes lessons/goldfish/, and prints what to read and what to write
-$ python -m tools.lesson goldfish --hint        # the next of three hints
-$ python -m tools.lesson goldfish --check       # the tests of the lesson, with your file in place of the project's
+$ python -m tools.lesson goldfish --hint        # the next of three: where to look, the idea, the formula
+$ python -m tools.lesson goldfish --check       # telling inputs, then the project's tests, both with your file
+$ python -m tools.lesson goldfish --answer=0.3  # your answer to the question at its end
 $ python -m tools.lesson goldfish --solution    # the difference between your file and the project's
 
-If tests fail, --check runs them again on the project's file with each of the typical mistakes in tools/lessons.toml,
-and names the mistake with which they fail as they do on your file.
+tools/lessons.toml has the telling inputs, what each of them tests, the right results, and those of typical mistakes: by
+them --check names a mistake, however you have written it.
 """
 
 import sys
@@ -20,14 +21,11 @@ if __name__ == "__main__" and not __package__:
 
 import ast
 import os
-import re
 import shlex
 import subprocess
+import textwrap
 import tomllib
 from pathlib import Path
-from tempfile import TemporaryDirectory
-
-from tqdm import tqdm
 
 from configurator import ROOT
 
@@ -35,7 +33,10 @@ paths = []                  # name of a lesson; none lists all
 hint = False                # print the next of its hints
 check = False               # run its tests on your file
 solution = False            # print the difference between your file and the project's
+answer = None               # a number: your answer to the question on its sheet
 out = "lessons"             # folder of your files
+
+HINTS = ("where to look", "the idea", "the formula")
 
 
 def find_function(tree, name):
@@ -65,28 +66,31 @@ def write(path, text):
     path.write_text(text)
 
 
-def run_tests(folder, lesson):
+def run_python(arguments, folder, seconds=None):
     """
-    Run the tests of a lesson with the file in a folder in place of the project's.
+    Run Python with the file in a folder in place of the project's, print what it prints, and return its exit code.
 
-    Returns pytest's exit code, its output, and the set of its failures and error lines, by which two files compare.
+    Without a result after so many seconds the exit code is 1: a loop in the file may not end.
     """
-    # As a plugin the file is imported before the tests are; with -P Python finds it in PYTHONPATH, not in the root.
-    command = f"'{sys.executable}' -P -m pytest -q --tb=short -rpf -p {lesson['module']} {lesson['tests']}"
+    # With -P Python finds modules in PYTHONPATH and not in the root, so those of the folder come first.
     env = os.environ | dict(PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
-    done = subprocess.run(shlex.split(command), env=env, capture_output=True, text=True)
-    output = done.stdout + done.stderr
-    return done.returncode, output, set(re.findall(r"(?m)^(?:FAILED \S+|E .{,42})", output))
+    try:
+        return subprocess.run([sys.executable, "-P", *arguments], env=env, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        print(f"The next case has no result after {seconds} seconds: does a loop in your file end?")
+        return 1
 
 
 def begin(name, lesson):
     """Print what to read and write; on the first call make the folder, with the file to fill."""
     folder = Path(out, name)
     file = folder / lesson["file"]
+    question = textwrap.fill(f"Question: {lesson['question']}", 118)
+    sheet = f"{lesson['sheet']}\n{question}\n\n    python -m tools.lesson {name} --answer=NUMBER\n"
     if not file.exists():
         write(file, empty_functions(Path(ROOT, lesson["file"]).read_text(), lesson["write"]))
-        write(folder / "README.md", lesson["sheet"])
-    print(lesson["sheet"])
+        write(folder / "README.md", sheet)
+    print(sheet)
 
 
 def give_hint(lesson, sheet):
@@ -96,34 +100,42 @@ def give_hint(lesson, sheet):
     if n == 3:
         print("That was the last hint: --solution shows the project's file")
         return
-    line = f"Hint {n + 1} of 3: {lesson['hints'][n]}"
+    line = f"Hint {n + 1} of 3, {HINTS[n]}: {lesson['hints'][n]}"
     sheet.write_text(f"{text}\n{line}\n")
     print(line)
 
 
-def check_file(lesson, folder):
-    """Run the tests of a lesson on the user's file, print their end and a verdict, and return their exit code."""
-    code, output, failures = run_tests(folder, lesson)
-    print(*output.splitlines()[-30:], sep="\n")
-    if code == 0:
-        print(f"Passed. The experiment is in {folder}/README.md; --solution shows the project's file")
-    elif mistake := find_mistake(lesson, failures):
-        print(f"This looks like a typical mistake: {mistake['says']}")
+def check_answer(lesson):
+    """Print whether the answer is right, to 1 %, and return the exit code. ValueError: it is no number."""
+    if type(answer) not in (int, float):
+        raise ValueError(f"answer={answer}: want a number, such as --answer=0.25")
+    if abs(answer - lesson["answer"]) > abs(lesson["answer"]) / 100:
+        print(f"{answer:,} is too {'large' if answer > lesson['answer'] else 'small'}")
+        return 1
+    print(f"Right. {lesson['because']}")
+    return 0
+
+
+def check_file(name, lesson, folder):
+    """Try the user's file on the cases of a lesson, then in the project's tests, and return the exit code."""
+    source = Path(folder, lesson["file"]).read_text()
+    missing = [function for function in lesson["write"] if f"NotImplementedError('write {function}')" in source]
+    if missing:
+        print(f"Not written yet: {', '.join(missing)}")
+    if len(missing) == len(lesson["write"]):
+        return 1
+    code = run_python(["-c", "from tools.cases import main; main()", name], folder, seconds=60)
+    if code or missing:
+        print("Each line above says what its case tests. --hint has more")
+        return 1
+    # As a plugin the file is imported before the tests are.
+    tests = shlex.split(lesson["tests"])
+    code = run_python(["-m", "pytest", "-q", "--tb=short", "-p", lesson["module"], *tests], folder)
+    if code:
+        print("All cases are right, but a test of the project fails: its name and its first lines say what it tests")
     else:
-        print("No typical mistake fails like this: --hint has more")
+        print(f"Passed. The experiment is in {folder}/README.md; --solution shows the project's file")
     return code
-
-
-def find_mistake(lesson, failures):
-    """The first typical mistake with which the project's file fails as the user's does, or None."""
-    source = Path(ROOT, lesson["file"]).read_text()
-    for mistake in tqdm(lesson["mistakes"], "typical mistakes", leave=False) if failures else ():
-        with TemporaryDirectory() as folder:
-            write(Path(folder, lesson["file"]), source.replace(mistake["old"], mistake["new"]))
-            *_, same = run_tests(folder, lesson)
-        if len(failures & same) > 4 * len(failures ^ same):
-            return mistake
-    return None
 
 
 def main():
@@ -136,14 +148,18 @@ def main():
     if name not in lessons:
         raise ValueError(f"{name}: no such lesson; there is {', '.join(lessons)}")
     lesson, folder = lessons[name], Path(out, name)
+    if check and not lesson["write"]:
+        raise ValueError(f"{name} has nothing to check: change a line, predict, run, and --answer=NUMBER")
     if (hint or check or solution) and not (folder / lesson["file"]).exists():
         raise ValueError(f"{folder} is not there yet: python -m tools.lesson {name} makes it")
+    if answer is not None:
+        sys.exit(check_answer(lesson))
     if solution:
         subprocess.run(["git", "diff", "--no-index", folder / lesson["file"], f"{ROOT}/{lesson['file']}"])
     elif hint:
         give_hint(lesson, folder / "README.md")
     elif check:
-        sys.exit(check_file(lesson, folder))
+        sys.exit(check_file(name, lesson, folder))
     else:
         begin(name, lesson)
 

@@ -1,0 +1,213 @@
+"""
+Run a lesson's file on the telling inputs of tools/lessons.toml, and compare with the right values and typical mistakes.
+
+tools/lesson.py starts main() in a process in which the reader's file stands in place of the project's: its folder is
+the first in PYTHONPATH. Each function below imports the file of one lesson, and returns {name: how to call it} with
+the plain numbers and texts of a case.
+"""
+
+import sys
+import tomllib
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import tensor
+
+from configurator import ROOT
+
+
+def rope():
+    import model
+
+    def norm(x, weight):
+        layer = model.RMSNorm(len(weight), eps=1e-5)
+        layer.load_state_dict({"weight": tensor(weight)})
+        return layer.forward(tensor(x))
+
+    def frequencies(scaling):
+        return model.rope_frequencies(model.ApertusConfig(n_embd=8, n_head=1, n_kv_head=1, rope_scaling=scaling))
+
+    return dict(norm=norm, frequencies=frequencies, rotate=lambda *xs: model.rotate(*map(tensor, xs)))
+
+
+def attention():
+    import model
+
+    def forward(T, shift, size):
+        """The last of T positions. shift: of the positions; size: of the weights that make queries and keys."""
+        layer = model.Attention(model.ApertusConfig(n_embd=8, n_head=4, n_kv_head=2), 0).double()
+        layer.load_state_dict({
+            name: (torch.arange(p.numel()).view(p.shape) % 7 - 2.0) * (size if name[0] in "qk" and p.ndim > 1 else 1)
+            for name, p in layer.state_dict().items()})
+        x = (torch.arange(8.0 * T).view(1, T, 8) ** 2 % 11 - 5).double()
+        angle = (torch.arange(T).double() + shift)[:, None].expand(T, 2)[None]
+        return layer.forward(x, angle.cos(), angle.sin())[0, -1, :4]
+
+    return dict(forward=forward)
+
+
+def xielu():
+    import model
+    layer = model.XIELU()
+    layer.load_state_dict(dict(alpha_p=torch.ones(1), alpha_n=-torch.ones(1)))
+
+    def slope(x):
+        x = tensor(x, requires_grad=True)
+        return torch.autograd.grad(layer.formula(x).sum(), x)[0]
+
+    return dict(formula=lambda x: layer.formula(tensor(x)), slope=slope,
+                bf16=lambda x: [layer.formula(tensor(x).bfloat16()).dtype.itemsize,
+                                *layer.formula(tensor(x).bfloat16()).float()])
+
+
+def mask():
+    import model
+
+    def attend(q, k, v, doc):
+        """q, k and v: one number per position, the same in the two channels. doc: document numbers, or none."""
+        q, k, v = (tensor(x).view(1, 1, -1, 1).expand(1, 1, -1, 2) for x in (q, k, v))
+        return model.attend(q, k, v, tensor([doc]) if doc else None)[0, 0, :, 0]
+
+    return dict(attend=attend)
+
+
+def loss():
+    import loss
+
+    def chunk(z, targets, weights, with_gradient):
+        """(nll, gradient) of these logits: the matrix of the head is the unit matrix."""
+        z = tensor(z)
+        return loss.chunk_loss(z, torch.eye(z.shape[-1]), tensor(targets), tensor(weights), with_gradient)
+
+    return dict(nll=lambda *args: chunk(*args, False)[0], gradient=lambda *args: chunk(*args, True)[1])
+
+
+def goldfish():
+    import goldfish
+
+    def mask(labels, k, h, hash, context):
+        context = tensor(context) if context else None
+        return goldfish.goldfish_mask(tensor(labels), k, h, hash, context).long()
+
+    return dict(product=lambda x, h: goldfish.window_product(np.array(x), h), mask=mask,
+                keys=lambda k, keys: goldfish.kept_keys(k)[keys].astype(int))
+
+
+def ademamix():
+    import ademamix
+
+    def step(g, moments, settings):
+        """[weight, moments] of one number after a step from the weight 1."""
+        state = [tensor([x]) for x in (1.0, g, *moments)]
+        ademamix.ademamix(*state, *map(tensor, settings))
+        return [x.item() for i, x in enumerate(state) if i != 1]
+
+    return dict(step=step, alpha=ademamix.alpha_at, memory=lambda *args: 1 / (1 - ademamix.beta3_at(*args)))
+
+
+def schedule():
+    import schedule
+    return dict(wsd=lambda samples, *args: [schedule.wsd(s, *args) for s in samples],
+                decay=schedule.rescale_decay)
+
+
+def feistel():
+    import data
+
+    def numbers(x):
+        return np.array(x, np.uint64)
+
+    return dict(hash=lambda x: data.hash32(numbers(x)), cipher=lambda x, half, keys: data.feistel(
+        numbers(x), half, keys), permute=lambda n, epoch: data.permute(np.arange(n), n, 28, epoch))
+
+
+def bpe():
+    import tokenizer
+    return dict(letters=lambda b: [tokenizer.byte_letters()[i] for i in b], merges=tokenizer.merges_of)
+
+
+def qrpo():
+    from posttrain import losses
+
+    def loss(pi, ref, q, length, beta, beta_log_z):
+        """Of one pair, with the reward 0."""
+        ref, q, length, beta, beta_log_z = map(tensor, (ref, q, length, beta, beta_log_z))
+        return losses.qrpo_loss(tensor(pi), losses.Known(ref, 0 * ref, q, length, beta, beta_log_z, length), 0.5, 0.0)
+
+    return dict(quantile=losses.quantile, loss=loss,
+                log_z=lambda *args: losses.discrete_beta_log_z(*map(tensor, args)),
+                beta=lambda length, *args: losses.effective_beta(tensor(length), *args))
+
+
+def robots():
+    from corpus import robots
+    return dict(kept=lambda text, paths: [
+        int(robots.may_train_on(f"https://host.example{path}", text, ["GPTBot"])[0]) for path in paths])
+
+
+LESSONS = dict(rope=rope, attention=attention, xielu=xielu, mask=mask, loss=loss, goldfish=goldfish, ademamix=ademamix,
+               schedule=schedule, feistel=feistel, bpe=bpe, qrpo=qrpo, robots=robots)
+
+
+def as_lists(value):
+    """Tensors and arrays as lists of numbers."""
+    if isinstance(value, (list, tuple)):
+        return [as_lists(part) for part in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def same(value, other):
+    """Whether two results are equal to five digits, or equal texts."""
+    try:
+        a, b = np.array(value, float), np.array(other, float)
+    except (TypeError, ValueError):
+        return value == other
+    return a.shape == b.shape and np.allclose(a, b, 1e-5, 1e-9, equal_nan=True)
+
+
+def shown(value):
+    """A result with six digits."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def describe(error):
+    """An error and its line, as a text."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in line {at.lineno} of {Path(at.filename).name}: {error}"
+
+
+def result(call, args):
+    """The result of a call as lists, or as a text the error that it raises."""
+    try:
+        return as_lists(call(*args))
+    except Exception as error:
+        return describe(error)
+
+
+def judge(call, case, mistakes):
+    """Print whether a case has the right result, else what it gives and the mistakes that give the same."""
+    value = result(call, case["args"])
+    right = same(value, case["right"])
+    print("right  " if right else "WRONG  ", case["name"], flush=True)
+    if not right:
+        for word, shown_value in (("input", case["args"]), ("yours", value), ("right", case["right"])):
+            print(f"         {word} {shown(shown_value)}")
+        for mistake, results in case["wrong"].items():
+            if any(same(value, typical) for typical in results):
+                print(f"         This looks like a typical mistake: {mistakes[mistake]}")
+    return right
+
+
+def main():
+    """Print the cases of the lesson sys.argv[1], and exit with 1 if one is wrong."""
+    name = sys.argv[1]
+    lesson = tomllib.loads(Path(ROOT, "tools/lessons.toml").read_text())[name]
+    try:
+        calls = LESSONS[name]()
+    except Exception as error:
+        sys.exit(describe(error))
+    sys.exit(not all([judge(calls[case["do"]], case, lesson["mistakes"]) for case in lesson["cases"]]))
