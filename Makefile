@@ -9,7 +9,7 @@ ALIGN =
 SEEDS = 1
 STUDY = activations
 BOOKS =
-KILLS = 500
+KILLS = 100
 RUNS = 20
 # What the tests and races of a GPU import
 IMPORTS = matplotlib, numpy, pyarrow, pytest, safetensors, tiktoken, torch, tqdm, transformers
@@ -44,7 +44,7 @@ ablate: | $(DATA)/meta.json
 memorize: .venv/ready
 	$(PY) -m studies.memorize $(BOOKS)
 
-# Inject faults into runs, KILLS of them kill -9, and write results/faults; 500 kills take half an hour
+# Inject faults into runs, KILLS of them kill -9, and write results/faults; 100 kills take ten minutes
 faults: .venv/tests
 	$(PY) tests/faults/suite.py --kills=$(KILLS) --record=results/faults
 

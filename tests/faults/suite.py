@@ -31,7 +31,7 @@ from faults.launch import Trial  # noqa: E402
 
 from engine import checkpoint, parallel, restore  # noqa: E402
 
-kills = 500  # how often runs are killed by SIGKILL
+kills = 100  # how often runs are killed by SIGKILL
 record = ""  # folder for the results (faults.json, table.md); "" = only print them
 
 # The fault of the last rank of two, in step 12 or in all saves; exit codes; words of the output; flags.
@@ -170,6 +170,8 @@ HEAD = """# Faults injected into runs
 
 
 def main():
+    if record:
+        Path(record).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(folder)
         kill(lab, kills)
