@@ -2,7 +2,9 @@
 
 import math
 import multiprocessing
+import os
 import re
+import subprocess
 import sys
 import time
 import tomllib
@@ -22,6 +24,7 @@ import tokenizer
 import tools.cases
 import tools.lesson
 from corpus import robots
+from engine.plot import entries
 from posttrain import losses
 
 LESSONS = tomllib.loads(Path(ROOT, "tools", "lessons.toml").read_text())
@@ -152,6 +155,29 @@ def test_each_question_has_an_answer_that_the_code_confirms(lesson):
         assert (done.returncode, done.stdout) == (0, f"Right. {LESSONS[name]['because']}\n"), name
         assert lesson(name, f"--answer={1.02 * value}").stdout.endswith("is too large\n")
         assert lesson(name, f"--answer={0.5 * value}").returncode == 1
+
+
+@pytest.mark.parametrize("name", ["goldfish", "xielu", "ademamix", "qrpo"])
+def test_an_experiment_trains_with_the_readers_file_beside_ours(lesson, tmp_path, name):
+    """Its commands, with a few steps, in a folder of their own."""
+    lesson(name)
+    row = LESSONS[name]
+    mine = tmp_path / name / row["file"]
+    mine.write_text(Path(ROOT, row["file"]).read_text() + "\nprint('by the reader')\n")
+    sheet = (
+        row["sheet"].replace("PYTHONPATH=lessons", f"PYTHONPATH={tmp_path}").replace("out/lessons", f"{tmp_path}/out")
+    )
+    blocks = re.findall(r"(?m)^    .*\n(?:(?:    .*)?\n)*", sheet[sheet.index("Experiment") :])
+    commands = "set -e\n" + "".join(line[4:] + "\n" for block in blocks for line in block.splitlines())
+    for old, new in (("3200", "80"), ("=160 ", "=8 "), ("=960", "=24")):
+        commands = commands.replace(old, new)
+    (tmp_path / "out").mkdir()
+    env = os.environ | dict(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = subprocess.run(["bash", "-c", commands], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "by the reader" in done.stdout, done.stderr
+    ours = dict(goldfish="forgets", xielu="xielu", ademamix="warm_ups", qrpo="qrpo")[name]
+    losses = [[entry.get("loss") for entry in entries(tmp_path / "out" / run)] for run in (ours, f"my_{ours}")]
+    assert losses[0] == losses[1] and len({*losses[0]}) > 2
 
 
 def test_a_loop_that_does_not_end_is_told(tmp_path, capfd):
