@@ -36,7 +36,8 @@ pytestmark = pytest.mark.alone
 def child(folder, main, argv):
     """Start like a new process: drop the project's modules that earlier tests have imported."""
     for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None) or ""
+        # A folder is a module too, and keeps its files as attributes.
+        file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "")
         if file.startswith(ROOT) and "site-packages" not in file and name != "tools.cases":
             del sys.modules[name]
     sys.path[:0] = [str(folder), ROOT]
