@@ -88,7 +88,7 @@ def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, flags, pinned
 def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
     """The first loss is log 320, the number of ids. The batch is doubled after 8 of 14 steps."""
     done = ran(data, tmp_path, "--batch_ramp_at=64", "--eval_every=10", "--checkpoint_every=0", pictures=True)
-    says(done, "14 steps of 8 x 32 tokens per step; data: 9,481 tokens", "bits per byte")
+    says(done, "on cpu in float32, 14 steps of 8 x 32 tokens per step; data: 9,481 tokens", "bits per byte")
     first, *_ = log(tmp_path)
     middle, end = log(tmp_path, "val_bpb")
     assert first["loss"] == pytest.approx(math.log(320), rel=0.01)
