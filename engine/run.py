@@ -44,7 +44,7 @@ class Run:
 
     def __init__(self, settings, ranks, device):
         self.settings, self.ranks, self.device = settings, ranks, device
-        self.out = settings["out"]
+        self.out = os.path.normpath(settings["out"])
         self.log = Log(self.out, ranks.is_main)
         self.done = 0                                      # finished steps
         self.end = 0                                       # steps of the whole run

@@ -59,20 +59,6 @@ def test_by_default_it_has_the_published_settings():
     assert want.items() <= one()[1].param_groups[0].items()
 
 
-def test_a_missing_gradient_leaves_its_parameter_and_its_clock_alone():
-    (a, opt), (b, late) = one(lr=0.1), one(lr=0.1)
-    absent = torch.nn.Parameter(torch.ones(3, 3))
-    opt.add_param_group(dict(params=[absent]))
-    opt.step()
-    assert torch.equal(absent, torch.ones(3, 3)) and absent not in opt.state
-    absent.grad = b.grad
-    opt.step()
-    late.step()
-    assert torch.equal(absent, b)
-    assert not torch.equal(a, b)
-    assert opt.state[a]["step"] == 2
-
-
 WRONG = """
 betas | (0.9, 0.999)
 betas | (0, 0, 1.0)

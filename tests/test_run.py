@@ -77,6 +77,16 @@ def test_a_stop_between_two_micro_batches_saves_the_weights_before_the_step(tmp_
     assert steps(run) == [2, END]
 
 
+def test_until_the_loop_begins_a_signal_ends_the_process_at_once(tmp_path):
+    """Sampling of references may take hours before it, and would not look at a caught one."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    settings = dict(out=f"{tmp_path}/run/", resume=False, keep_checkpoints=0, timeout=9)
+    with Run(settings, Ranks(), "cpu") as run:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        run.begin(settings, END, None, flops_per_token=0)
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL and run.out == f"{tmp_path}/run"
+
+
 def test_ctrl_c_says_what_is_on_disk(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", lambda: signal.raise_signal(signal.SIGINT), at=(2, 0))
