@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -15,7 +14,7 @@ import chat
 import tokenizer
 from corpus import readers
 from engine.parallel import Ranks
-from posttrain import common, conversations
+from posttrain import conversations
 
 TOK = tokenizer.load("byte")
 
@@ -99,16 +98,6 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
 
 # -----------------------------------------------------------------------------
 # several sources, and the order
-
-
-def test_each_epoch_takes_every_item_once_in_an_order_of_its_own():
-    """In batches that epochs do not fill: the seventh item of a batch may be the first of the next epoch."""
-    steps = [common.item_indices(step, 8, 30, 3, 28) for step in range(12)]
-    assert [len(step) for step in steps] == [8] * 11 + [2]
-    epochs = np.concatenate(steps).reshape(3, 30)
-    assert (np.sort(epochs) == range(30)).all()
-    assert len({*map(tuple, epochs)}) == 3
-    assert (common.item_indices(3, 8, 30, 3, 29) != steps[3]).any()
 
 
 def test_several_sources_are_one_after_the_other_and_one_may_come_twice(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import pytest
 from conftest import script
 from shell import run_shell
 
@@ -17,6 +18,7 @@ wait $!
 """
 
 
+@pytest.mark.slow
 def test_each_part_leaves_its_line_and_its_numbers(tmp_path, monkeypatch):
     """The tests fail here with code 3, which stops no other part."""
     (tmp_path / "torchrun").write_text(TORCHRUN)

@@ -127,7 +127,9 @@ def test_two_ranks_have_the_losses_of_one(whole, run, tmp_path, kind):
     assert losses(two) == pytest.approx(losses(whole(kind)), rel=2e-5, abs=2e-5)
 
 
-@every_kind
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("distilled", "guided"))) for kind in KINDS]
+)
 def test_from_one_rank_to_two_and_back(whole, run, tmp_path, kind):
     flag, *exact = KINDS[kind][2].split()
     want = whole(kind, *exact)

@@ -44,7 +44,7 @@ def fresh():
     [
         ("aot_eager", {}),
         ("aot_eager", dict(betas=(0.0, 0.999, 0.99))),
-        pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler),
+        pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=[has_compiler, pytest.mark.slow]),
     ],
 )
 def test_compiled_it_is_eager_to_rounding_and_four_graphs_serve_all_sizes_and_steps(monkeypatch, backend, options):

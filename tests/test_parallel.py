@@ -287,6 +287,7 @@ def test_recomputed_blocks_are_compiled_whole():
     assert min(sizes) >= sizes[0] > 40
 
 
+@pytest.mark.slow
 def test_blocks_in_shards_that_are_recomputed_compile_once_for_training_validation_and_samples(
     data, tmp_path, monkeypatch
 ):

@@ -136,6 +136,7 @@ def names_of(run, step):
     return [name for file in (run / "ckpt" / f"step-{step:08d}").glob("*.safetensors") for name in load_file(file)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_with_another_length_is_guided_for_half_of_that(lab, tmp_path):
     """It was planned for 10 steps, half of them guided. Guides that are gone after step 5 do not come back."""
     how = "--ffn=lowrank --ffn_rank=8 --self_guided=0.5 --checkpoint_every=1 --keep_checkpoints=0 --warmup_samples=0"

@@ -9,6 +9,7 @@ def lab(tmp_path_factory):
     return suite.Lab(tmp_path_factory.mktemp("faults"))
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_a_run_ends_with_the_same_weights(lab):
     suite.kill(lab, 1)
 
