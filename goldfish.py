@@ -37,10 +37,13 @@ have no full hash and are kept. At 4096 that hardly matters. At 256, reading a p
 128 times at random offsets trains each label that should be dropped 128 * 49 / 256 = 24 times.
 With context = the h-1 tokens before the window, the same passage has the same mask wherever it is cut.
 
-$ python goldfish.py FILES [--tokenizer=byte] [--k=4] [--h=13]     # drop rates of a text, a passage with drops marked
+$ python goldfish.py                                          # drop rates of Python's standard library by three hashes
+$ python goldfish.py FILES [--tokenizer=byte] [--k=4] [--h=13]     # of a text, and a passage with its dropped labels
 """
 
 import functools
+import glob
+import sysconfig
 
 import numpy as np
 import torch
@@ -51,7 +54,7 @@ tokenizer = "apertus"   # whose ids are hashed: apertus, apertus:K, byte, bpe:FI
 k = 50                  # drop one label in k
 h = 50                  # labels that the hash sees, the dropped one included
 show = 200              # tokens of the text to print, the dropped ones in brackets
-paths = []              # text files; default: this file
+paths = []              # text files; default: the modules of Python's standard library
 
 TABLE_SIZE = 1_000_003
 SEED = 2971215073
@@ -164,16 +167,19 @@ def main():
 
     tok = load_tokenizer(tokenizer)
     ids = []
-    for path in paths or [__file__]:
+    for path in paths or sorted(glob.glob(f"{sysconfig.get_path('stdlib')}/*.py")):
         ids += [tok.bos, *tok.encode(read_text(path)), tok.eos]
     labels = torch.tensor(ids)
     if len(ids) < h:
         raise ValueError(f"a text of {len(ids)} tokens is shorter than h={h}: name a longer one, or take --h=13")
-    for hash in HASHES:
+    n = len(ids) - h + 1
+    zeros = (window_product(labels.numpy(), h) == 0).mean()
+    for hash, whose in dict(product=f"Apertus; {zeros:.0%} of the products are 0", mix="ours", coef="Apertus 2").items():
         keep = goldfish_mask(labels, k, h, hash)[h - 1 :].tolist()
-        print(f"{hash}, k = {k}, h = {h}: drops {keep.count(False) / len(keep):.2%} of {len(keep):,} labels")
-        passage = zip(ids[h - 1 :], keep[:show])
-        print(*(tok.decode([i]) if kept else f"[{tok.decode([i])}]" for i, kept in passage), "\n", sep="")
+        print(f"{hash}, k = {k}, h = {h}: drops {keep.count(False) / n:.2%} of {n:,} labels ({whose})")
+    keep = goldfish_mask(labels, k, h)[h - 1 :].tolist()
+    print(f"\nBy product, from label {h} on; the [dropped] ones have no loss:\n")
+    print(*(tok.decode([i]) if kept else f"[{tok.decode([i])}]" for i, kept in zip(ids[h - 1 :], keep[:show])), sep="")
 
 
 if __name__ == "__main__":
