@@ -174,9 +174,10 @@ def main():
         raise ValueError(f"a text of {len(ids)} tokens is shorter than h={h}: name a longer one, or take --h=13")
     n = len(ids) - h + 1
     zeros = (window_product(labels.numpy(), h) == 0).mean()
-    for hash, whose in dict(product=f"Apertus; {zeros:.0%} of the products are 0", mix="ours", coef="Apertus 2").items():
+    whose = dict(product=f"Apertus; {zeros:.0%} of the products are 0", mix="ours", coef="Apertus 2")
+    for hash in HASHES:
         keep = goldfish_mask(labels, k, h, hash)[h - 1 :].tolist()
-        print(f"{hash}, k = {k}, h = {h}: drops {keep.count(False) / n:.2%} of {n:,} labels ({whose})")
+        print(f"{hash}, k = {k}, h = {h}: drops {keep.count(False) / n:.2%} of {n:,} labels ({whose[hash]})")
     keep = goldfish_mask(labels, k, h)[h - 1 :].tolist()
     print(f"\nBy product, from label {h} on; the [dropped] ones have no loss:\n")
     print(*(tok.decode([i]) if kept else f"[{tok.decode([i])}]" for i, kept in zip(ids[h - 1 :], keep[:show])), sep="")
