@@ -289,8 +289,9 @@ def describe_plan(run, config):
     model = build_model(run, config)
     gpu = GPUS[run["gpu"]]
     adapters = f", adapters on a base in {run['base']}" if run["lora_r"] else ""
+    assumed = "" if run["vocab_size"] or run["init_from"] else " (Apertus'; else name --vocab_size)"
     yield (f"{format_count(model.num_params())} parameters, {format_count(count_trained(model))} of them trained, "
-           f"{config.vocab_size:,} ids{adapters}; {run['batch_size']:,} x {config.block_size:,} tokens per step")
+           f"{config.vocab_size:,} ids{assumed}{adapters}; {run['batch_size']:,} x {config.block_size:,} tokens per step")
     yield (f"{run['gpus']:,} x {run['gpu']} of {format_gb(gpu.memory)} GB, {run['sequence_parallel']} to a window; "
            f"at {run['mfu']:.0%} of the peak")
     plans = {mode: plan_run(run, model, mode) for mode in MODES}
