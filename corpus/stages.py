@@ -394,6 +394,12 @@ def read(columns, work, n):
     return pyarrow.concat_tables(ParquetFile(sifted(work, number)).read(columns) for number in range(n))
 
 
+def groups_sifted(work):
+    """How many of the first groups are sifted, without a gap."""
+    n = len(work.groups)
+    return next((number for number in range(n) if not work.is_done("sift", number)), n)
+
+
 def groups_needed(work, n):
     """How many of the first n groups it takes to keep --max_bytes of text; 0 if n are not enough."""
     rows, reason = find_duplicates(work, n)
@@ -438,8 +444,7 @@ def judge(number, work):
     """
     n = len(work.groups)
     if work.plan.max_bytes:
-        sifted_groups = next((n for n in range(n) if not work.is_done("sift", n)), n)
-        n = groups_needed(work, sifted_groups) or n
+        n = groups_needed(work, groups_sifted(work)) or n
     check_urls(work, n)
     rows, reason = find_duplicates(work, n)
     left = np.flatnonzero(reason == "")
@@ -684,7 +689,15 @@ def do(stage, number, folder):
 def do_share(stage, final, tmp, _, rank, world_size):
     """A step of datatrove: do every world_size-th piece of a stage. final: the folder to publish after it, or None."""
     folder = tmp / "work"
-    for number in range(rank, work_of(folder).pieces(stage), world_size):
+    work = work_of(folder)
+    enough = work.plan.max_bytes
+    for number in range(rank, work.pieces(stage), world_size):
+        n = groups_sifted(work) if stage == "sift" and enough else 0
+        # Of all tasks together; part of it may be duplicates, so count without them.
+        if n and work.bytes_until[n - 1] >= enough:
+            if groups_needed(work, n):
+                break
+            enough = work.bytes_until[n - 1] + work.plan.max_bytes / 10
         do(stage, number, folder)
     if final:
         publish(final, tmp)
