@@ -193,6 +193,20 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path)
         assert ("for validation" if row["split"] == "val" else want) in said
 
 
+def test_a_run_on_the_data_after_a_removal_has_not_read_the_document(lab, tmp_path):
+    """The run is another one, whose config.json names these data."""
+    after = shutil.copytree(lab / "data", tmp_path / "data")
+    put(tmp_path, {"list": "pages.jsonl line 1"})
+    run("prepare.py", f"--remove={tmp_path}/list", f"--out={after}")
+    config = shutil.copytree(lab / "pretrained", tmp_path / "run") / "config.json"
+    words = {f"{lab}/data": f"{after}", report(lab / "data")["version"]: report(after)["version"]}
+    for old, new in words.items():
+        config.write_text(config.read_text().replace(old, new))
+    find = "--find=pages.jsonl line 1", f"--when={tmp_path}/run"
+    assert f"none of the 10 steps of {tmp_path}/run has read it\n" in ask(after, *find)
+    refuse("ask that folder", shutil.copytree(after, tmp_path / "copy"), *find, name="corpus.audit")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # remove
 
