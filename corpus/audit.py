@@ -164,7 +164,7 @@ def answer(match, row, originals, folder):
 
 
 def no_answer(folder):
-    """A sentence for `find` without a match, which says what was not searched."""
+    """A sentence for `find` without a match. It names a search that was left out."""
     if os.path.isfile(find):
         return f"the text of {find} is not in {folder}, nor a text like it"
     part = f". Inside of texts it was not searched: it has fewer than {SHORTEST} bytes"

@@ -111,7 +111,7 @@ def entries_of_rows(path):
         if not key or not isinstance(row[key], str):
             raise ValueError(f"{path} row {number}: want an id, url, host or text, or domain and content of a "
                              "robots.txt")
-        # The report keeps the entries that name no document: not the text that somebody wants out.
+        # The report keeps the unmatched entries, but should not keep the text of a document to delete.
         entry = f"the text of row {number}" if key == "text" else row[key]
         entries.setdefault(entry, set()).add((key, normalize[key](row[key])))
     return entries, None
