@@ -145,7 +145,7 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
 MISSING = f"""
 in.jsonl:d7x   | 'in.jsonl:d7x' is no id, URL, host or text of a document in
 in.jsonl:d7x   | data, nor a part of one
-d7x            | it was not searched: it has fewer than 5 bytes
+the            | it was not searched: it has fewer than 5 bytes
 {ROOT}/LICENSE | /LICENSE is not in
 """
 
