@@ -467,12 +467,12 @@ def rows_of(path, *columns, comments=False, errors="surrogateescape"):
     Yield a list for each row of a file: for each entry of columns, a tuple of names, the value of the first that the
     row has. In a file of text each line that is not empty is a row of one column.
 
-    comments: # begins a comment in a line of text. errors: as in rows().
+    comments: # begins a comment in a line of text, at its start or after white space. errors: as in rows().
     ValueError, one line: the file is damaged, or a row lacks a column.
     """
     if kind_of(path) in (None, "text"):
         for line in read_text(path).removeprefix("\ufeff").split("\n"):
-            text = (line.split("#")[0] if comments else line).strip()
+            text = (re.split(r"(?:^|\s)#", line)[0] if comments else line).strip()
             if text:
                 yield [text]
         return
