@@ -42,6 +42,7 @@ if not __package__:
 
 import ipaddress
 import json
+import os
 import re
 import unicodedata
 import zlib
@@ -474,9 +475,9 @@ def open_robots(path):
     """
     A Store from a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file with the columns domain and content (or robots), a
     folder of these, or of HOST.txt or HOST/robots.txt. swiss-ai/fineweb-robots-txt-files-compressed is a parquet.
-    ValueError if it is empty or something else; OSError if it does not exist.
+    ValueError if it is empty, something else or not there.
     """
-    store = Store(hosts_files(path, ["*.txt", "*/robots.txt"], ("content", "robots")))
+    store = Store(hosts_files(path, ["*.txt", "*/robots.txt"], ("content", "robots"), wrong=["file"]))
     if not store:
         raise ValueError(f"{path}: no robots.txt in it; want {', '.join(STORES)} with rows of domain, content, "
                          "or a folder of HOST.txt, HOST/robots.txt")
@@ -496,16 +497,20 @@ def open_reservations(path):
     return {file: Store(row for row in rows if row[2].endswith(file)) for file in FILES}
 
 
-def hosts_files(path, patterns, *columns):
+def hosts_files(path, patterns, *columns, wrong=()):
     """
     Yield (host, content, file name or other columns): the rows of a file of STORES; for a folder the files that match
-    one of the patterns, and the rows of its STORES. Nothing for any other path.
+    one of the patterns, and the rows of its STORES. Nothing for another kind of file.
+
+    wrong: as in rows_of(). ValueError if there is no such file or folder.
     """
+    if not os.path.exists(path):
+        raise ValueError(f"{path}: no such file or folder")
     path = Path(path)
     files = [path] if path.is_file() else sorted(file for name in [*patterns, *STORES] for file in path.glob(name))
     for file in files:
         if any(map(file.match, STORES)):
-            yield from rows_of(str(file), ("domain", "host"), *columns, errors="replace")
+            yield from rows_of(str(file), ("domain", "host"), *columns, errors="replace", wrong=wrong)
         elif file != path:
             yield file.relative_to(path).parts[0].removesuffix(".txt"), file.read_bytes(), file.name
 
@@ -516,7 +521,8 @@ def blocked_domains(path):
     domain, as the published swiss-ai/robots-txt-blocked-domains-*. example.com also blocks a.b.example.com.
     ValueError if it is empty or something else.
     """
-    hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows_of(str(path), ("domain",), comments=True)]
+    rows = rows_of(str(path), ("domain",), comments=True, wrong=["content", "robots"])
+    hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows]
     wrong = [domain for host, domain in hosts if "." not in host or "/" in domain]
     if wrong or not hosts:
         raise ValueError(f"{path}: want a domain in each line, or a column 'domain', not {wrong or 'an empty file'}")
