@@ -572,30 +572,36 @@ def blocked_domains(path):
 
 
 def main():
-    """Print whether each agent may read a URL by its host's robots.txt, and by which rule; then the verdict."""
+    """Print the verdict of robots.txt on each URL."""
     if not paths:
         raise ValueError("name one or more URLs: python -m corpus.robots https://example.com/a --robots=robots.txt")
-    agents = AGENTS[:-1] if explicit else AGENTS
     for url in paths:
-        host, path = split_url(url)
+        host = host_key(url)
         if not host:
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
-        store = Store([(host, Path(robots).read_bytes())] if robots.endswith(".txt") else [])
-        if robots and not store:
-            store = open_robots(robots)
-        if host in store.several:
-            print(f"{robots} has different files of {host}: the last one counts")
-        kept, reason = verdict(url, store, agents, missing, explicit=explicit)
-        if file_state(host, store) == "unknown":
-            why = f"{robots} has no robots.txt of {host}" if robots else "no robots.txt was named (--robots)"
-            print(f"unknown: {why}; prepare.py --missing={missing} {'keeps' if kept else 'removes'} it")
-            continue
-        groups = parse_robots(store.get(host))
-        refused = dict(refusals(path, groups, agents, explicit))
-        for agent in agents:
-            outcome = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
-            print(f"{agent:30s} {outcome}")
-        print(f"{'kept' if kept else 'drop'}:{reason}")
+        if robots.endswith(".txt"):
+            store = Store([(host, Path(robots).read_bytes())])
+        else:
+            store = open_robots(robots) if robots else Store([])
+        print_verdict(url, store)
+
+
+def print_verdict(url, store):
+    """Print whether each agent may read a URL by its host's robots.txt, and by which rule; then the verdict."""
+    host, path = split_url(url)
+    agents = AGENTS[:-1] if explicit else AGENTS
+    kept, reason = verdict(url, store, agents, missing, explicit=explicit)
+    if file_state(host, store) == "unknown":
+        why = f"{robots} has no robots.txt of {host}" if robots else "no robots.txt was named (--robots)"
+        print(f"unknown: {why}; prepare.py --missing={missing} {'keeps' if kept else 'removes'} it")
+        return
+    if host in store.several:
+        print(f"{robots} has different files of {host}: the last one counts")
+    refused = dict(refusals(path, parse_robots(store.get(host)), agents, explicit))
+    for agent in agents:
+        outcome = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
+        print(f"{agent:30s} {outcome}")
+    print(f"{'kept' if kept else 'drop'}:{reason}")
 
 
 if __name__ == "__main__":
