@@ -467,8 +467,9 @@ def rows_of(path, *columns, comments=False, errors="surrogateescape", wrong=()):
     Yield a list for each row of a file: for each entry of columns, a tuple of names, the value of the first that the
     row has. In a file of text each line that is not empty is a row of one column.
 
-    comments: # begins a comment in a line of text. errors: as in rows(). wrong: columns of another kind of file.
-    ValueError, one line: the file is damaged, or a row lacks a column or has a wrong one.
+    comments: # begins a comment in a line of text. errors: as in rows().
+    ValueError, one line: the file is damaged, or a row lacks a column.
+    wrong: columns that only another kind of file has, an error too.
     """
     if kind_of(path) in (None, "text"):
         for line in read_text(path).removeprefix("\ufeff").split("\n"):
