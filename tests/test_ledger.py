@@ -51,13 +51,13 @@ ARGUMENTS = dict(
     a="DIR/in --keep_licenses=cc0,mit --robots=DIR/a.robots.jsonl --probes=DIR/probes --repetitions=(0,3) "
     "--val_share=0.2",
     b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --pii=False",
-    c="DIR/b.jsonl",
+    c="DIR/b.jsonl --blocked=DIR/c.blocked --reservations=DIR/c.reservations.jsonl",
 )
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Data folders: a has every part of a report, b unknown hosts, c no robots.txt."""
+    """Data folders: a has every part of a report, b unknown hosts, c other stores than of robots.txt."""
     root = shutil.copytree(f"{ROOT}/tests/golden/reports", tmp_path_factory.mktemp("reports") / "reports")
     for name, args in ARGUMENTS.items():
         fill(root / name, "--tokenizer=apertus:4096", *args.replace("DIR", str(root)).split())
