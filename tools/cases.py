@@ -110,13 +110,15 @@ def goldfish():
 def ademamix():
     import ademamix
 
-    def step(g, moments, settings):
-        """[weight, moments] of one number after a step from the weight 1."""
-        state = [tensor([x]) for x in (1.0, g, *moments)]
-        ademamix.ademamix(*state, *map(tensor, settings))
-        return [x.item() for i, x in enumerate(state) if i != 1]
+    def step(g, moments, settings, gradient="float32"):
+        """[weight, moments, gradient] of one number after a step from the weight 1. gradient: the dtype of g."""
+        p, m1, m2, v = (tensor([x]) for x in (1.0, *moments))
+        g = tensor([g], dtype=getattr(torch, gradient))
+        ademamix.ademamix(p, g, m1, m2, v, *map(tensor, settings))
+        return [x.item() for x in (p, m1, m2, v, g)]
 
-    return dict(step=step, alpha=ademamix.alpha_at, memory=lambda *args: 1 / (1 - ademamix.beta3_at(*args)))
+    return dict(step=lambda *args: step(*args)[:4], gradient=lambda *args: step(*args)[4],
+                alpha=ademamix.alpha_at, memory=lambda *args: 1 / (1 - ademamix.beta3_at(*args)))
 
 
 def schedule():
