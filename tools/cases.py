@@ -157,8 +157,12 @@ def qrpo():
 
 def robots():
     from corpus import robots
-    return dict(kept=lambda text, paths: [
-        int(robots.may_train_on(f"https://host.example{path}", text, ["GPTBot"])[0]) for path in paths])
+
+    def reason(text, path, agents=("GPTBot",), explicit=False):
+        return robots.may_train_on(f"https://host.example{path}", text, agents, explicit)[1]
+
+    return dict(kept=lambda text, paths, *agents: [int(reason(text, path, *agents) == "allowed") for path in paths],
+                reason=reason)
 
 
 LESSONS = dict(rope=rope, attention=attention, xielu=xielu, mask=mask, loss=loss, goldfish=goldfish, ademamix=ademamix,
