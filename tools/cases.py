@@ -103,8 +103,8 @@ def goldfish():
         context = tensor(context) if context else None
         return goldfish.goldfish_mask(tensor(labels), k, h, hash, context).long()
 
-    return dict(product=lambda x, h: goldfish.window_product(np.array(x), h), mask=mask,
-                keys=lambda k, keys: goldfish.kept_keys(k)[keys].astype(int))
+    return dict(product=lambda x, h: goldfish.window_product(np.array(x), h),
+                keys=lambda k, keys: goldfish.kept_keys(k)[keys].astype(int), mask=mask)
 
 
 def ademamix():
