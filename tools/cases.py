@@ -224,12 +224,14 @@ def agrees(mistake, case, value):
 
 def typical_mistakes(tried):
     """
-    The set of mistakes that (case, result) pairs of one function show.
+    The set of mistakes that (case, result) pairs show.
 
     Several mistakes may give the same wrong result. Of these, the ones that disagree with the fewest other cases count.
     """
     named = set()
     for case, value in tried:
+        if same(value, case["right"]):
+            continue
         disagree = {mistake: sum(not agrees(mistake, *other) for other in tried)
                     for mistake in case["wrong"] if agrees(mistake, case, value)}
         named |= {mistake for mistake, n in disagree.items() if n == min(disagree.values())}
@@ -244,11 +246,10 @@ def main():
         calls = LESSONS[name]()
     except Exception as error:
         sys.exit(describe(error))
-    all_right, named = True, set()
+    tried, named = [], set()
     for function, call in calls.items():
-        tried = [(case, judge(call, case)) for case in lesson["cases"] if case["do"] == function]
-        all_right &= all(same(value, case["right"]) for case, value in tried)
+        tried += [(case, judge(call, case)) for case in lesson["cases"] if case["do"] == function]
         for mistake in sorted(typical_mistakes(tried) - named):
             named.add(mistake)
             print(f"This looks like a typical mistake: {lesson['mistakes'][mistake]}", flush=True)
-    sys.exit(not all_right)
+    sys.exit(not all(same(value, case["right"]) for case, value in tried))
