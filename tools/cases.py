@@ -69,7 +69,8 @@ def xielu():
         x = tensor(x, requires_grad=True)
         return torch.autograd.grad(layer.formula(x).sum(), x)[0]
 
-    return dict(formula=lambda x: layer.formula(tensor(x)), slope=slope,
+    # The slope comes first: it tells no clamp from one at 0, which have the same value at 0.
+    return dict(slope=slope, formula=lambda x: layer.formula(tensor(x)),
                 bf16=lambda x: [layer.formula(tensor(x).bfloat16()).dtype.itemsize,
                                 *layer.formula(tensor(x).bfloat16()).float()])
 
@@ -247,6 +248,7 @@ def main():
     except Exception as error:
         sys.exit(describe(error))
     tried, named = [], set()
+    # Mistakes are named after each function, because a loop in the next one may not end.
     for function, call in calls.items():
         tried += [(case, judge(call, case)) for case in lesson["cases"] if case["do"] == function]
         for mistake in sorted(typical_mistakes(tried) - named):
