@@ -206,6 +206,7 @@ def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path
     for n, step, hint in zip((1, 2, 3), ("where to look", "the idea", "the formula"), LESSONS["rope"]["hints"]):
         assert lesson("rope", "--hint").stdout == f"Hint {n} of 3, {step}: {hint}\n"
         sheet += f"\nHint {n} of 3, {step}: {hint}\n"
+    assert LESSONS["robots"]["question"] in lesson("robots").stdout
     assert f"All three are at the end of {tmp_path}/rope/README.md" in lesson("rope", "--hint").stdout
     assert (tmp_path / "rope" / "README.md").read_text() == sheet
     mine = tmp_path / "rope" / "model.py"
