@@ -31,6 +31,7 @@ from engine.checks import check_settings, check_vocabulary
 from engine.clock import DecayClock, decay_state
 from engine.parallel import Ranks, check_finite, distribute, drop_gathered, orderly_exit, reduce_step, split_batch
 from engine.run import Run, StepInterrupted
+from engine.runs import note_unfinished
 from model import Apertus, ApertusConfig
 from schedule import Plan
 
@@ -46,7 +47,7 @@ seed = 28                       # of the initial weights and of the order of win
 stages = ()                     # rows of (name, sources or {source: weight}, samples at its end, seed): configs/8b.py
 stage = ""                      # stop at the end of this stage; all = run all stages; "" = no stages, all of the data
 # the ranks (engine/parallel.py)
-parallel = "auto"               # none | ddp | fsdp | hsdp; auto = fsdp under torchrun or srun, hsdp on several nodes
+parallel = "auto"               # none | ddp | fsdp | hsdp; auto: fsdp on one node, hsdp on several, none alone
 hsdp_shard = 0                  # hsdp: ranks that share a copy of the weights; 0 = one node's, more if it does not fit
 sequence_parallel = 1           # neighbouring ranks that share one window, for long windows; must divide n_kv_head
 recompute = "none"              # how much backward recomputes instead of storing: none | cheap | selective | full
@@ -306,7 +307,7 @@ def introduce(run, settings, plan, model, train_data):
     devices = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
     length = f"{minutes:g} minute{'s' * (minutes != 1)}" if plan.decay_at is None else f"{plan.end:,} steps"
     print(f"{model.num_params():,} parameters on {devices} in {str(model.dtype)[6:]}, {length} of {batch_size} x "
-          f"{plan.block_size} tokens per step; data: {train_data.n_tokens:,} tokens")
+          f"{plan.block_size} tokens per step; data: {train_data.n_tokens:,} tokens{note_unfinished(init_from)}")
     if compile and not can_compile(run.device):
         print(f"no compiler found for {run.device} (it wants g++, and on CUDA Python.h): running eagerly, half as fast")
     remove_old_weights(out)

@@ -7,13 +7,14 @@
 #
 # 16 bytes a parameter are 128.9 GB: weights 32.2, gradients 32.2, averages in bf16 32.2, squares 32.2. With averages in
 # fp32 it would be 161 GB. The rest of the memory holds one window. A step of 4.2M tokens would take about ten minutes,
-# so 15T tokens would take 60 years: use this with continue_8b.py, or set your own --total_samples. No GPU has run it
+# so 15T tokens would take 71 years: use this with continue_8b.py, or set your own --total_samples. No GPU has run it
 # yet.
 #
-# The warm-up, 4,000 steps, is 16.8B tokens: 2.7 days on one node of 8 H100. For a run of two days there, 2,900 steps of
+# The warm-up, 4,000 steps, is 16.8B tokens: 3.1 days on one node of 8 H100, at 40 % of
+# their peak. For a run of two days there, 2,600 steps of
 # which 100 warm up:
 #
-#     --minutes=2880 --warmup_samples=102_400 --alpha_warmup=2_900
+#     --minutes=2880 --warmup_samples=102_400 --alpha_warmup=2_600
 from configs.pretraining import *
 
 out = "out/8b"

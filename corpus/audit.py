@@ -2,12 +2,14 @@
 Check a data folder: do its files match its report, is a document in it, and at which steps did a run read it?
 
 $ python -m corpus.audit data/mine                                    # recompute hashes, documents and tokens
-$ python -m corpus.audit data/mine --find=https://example.org/page    # an id, a URL, a text, a passage, or a text file
+$ python -m corpus.audit data/mine --find=https://example.org/page    # an id, a URL, a host, a text, a part of one, or
+                                                                      # a text file
 $ python -m corpus.audit data/mine --find=letter.txt --when=out/mine  # the steps at which a run read it
 
 All answers come from documents.parquet (corpus/ledger.py) and the shards. --when needs no log of the samples: the order
 of training is a function of seed and step (data.py), for any number of ranks and of resumes. That takes 0.15 s for each
-million samples: 9 minutes for the 15T tokens of Apertus.
+million samples: 9 minutes for the 15T tokens of Apertus. It needs the data that the run has read: --remove changes
+them, so the steps of a run cannot be counted after it.
 """
 
 import sys
@@ -25,7 +27,7 @@ from tqdm import tqdm
 from configurator import run
 from corpus.dedup import LONG, fingerprint, normalized, signatures, words
 from corpus.folder import shards_of
-from corpus.ledger import names_of, rows_of
+from corpus.ledger import names_in, names_of, rows_of
 from corpus.pii import scrub_pii
 from corpus.readers import kind_of
 from corpus.report import counted, described, verify
@@ -36,14 +38,17 @@ from engine.runs import settings_of
 from tokenizer import load_for
 
 paths = []                          # data folders; none: data/stdlib
-find = ""                           # a document to find in them: an id, a URL, a text, a passage, or a text file
+find = ""                           # what to find in them: an id, a URL, a host, a text, a part of one, or a text file
 similarity = 0.72                   # MinHash similarity from which a document is a near-duplicate of find
 when = ""                           # with find: a run folder of train.py; prints the steps that read the document
 
 # Samples whose windows are computed at once.
 CHUNK = 1 << 20
-# Words from which a text is searched inside of documents too: fewer occur in many.
+# Words from which a text with its personal data replaced is searched inside of documents: an address alone becomes the
+# token that replaces all of them.
 PASSAGE = 8
+# Bytes of UTF-8 from which a text is searched inside of documents: a name in Chinese has 6.
+SHORTEST = 5
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -52,46 +57,61 @@ PASSAGE = 8
 
 def find_rows(folder, meta):
     """
-    [(how it matches, row)] of all documents of a folder whose id, URL or text is `find`, and for duplicates of those
-    that have their text. If no id or URL matches, the shards are searched for similar texts (search_shards).
+    [(how it matches, row)] of all documents of a folder whose id, URL, host or text is `find`, and for removed ones of
+    the kept ones that have their text. If no id, URL or host matches, the shards are searched (search_shards).
     """
     is_file = os.path.isfile(find)
     text = read_text(find).removeprefix("\ufeff") if is_file else find
     if not text.strip():
-        raise ValueError(f"find={find!r} is empty: want an id, a URL, a text, or a text file")
+        raise ValueError(f"find={find!r} is empty: want an id, a URL, a host, a text, or a text file")
     # A file is found by its text alone.
-    wanted, matches = set() if is_file else {("id", find), ("url", find.rstrip("/"))}, []
+    wanted, matches = set() if is_file else names_in(find), []
     wanted.add(("text", fingerprint(text)))
     for row in rows_of(folder):
         same = (names_of(row) | {("text", row["text"])}) & wanted
         if same:
             matches.append((f"this {min(key for key, _ in same).replace('url', 'URL')}", row))
-    matches += originals_of([row for _, row in matches], folder)
-    ids, _ = words([text[:LONG]])
-    if "://" in text[:10] or len(ids) < 5 or any(match != "this text" for match, _ in matches):
+    searches = all(match == "this text" for match, _ in matches)
+    matches += copies_of([row for _, row in matches], folder)
+    if not searches or is_short(text):
         return matches
     equal = {row["id"] for _, row in matches}
     similar = search_shards(folder, meta, text)
     return matches + [(match, row) for match, row in similar if row["id"] not in equal]
 
 
-def originals_of(rows, folder):
-    """[(how it matches, row)] of the documents, not among these rows, that have the text of a duplicate among them."""
+def is_short(text):
+    """Whether a text has too few bytes to be searched inside of documents."""
+    return len(text.encode("utf-8", "replace")) < SHORTEST
+
+
+def copies_of(rows, folder):
+    """
+    [(how it matches, row)] of the documents, not among these rows, that have the text of a removed one among them: they
+    are kept, or were until --remove.
+    """
     known = {row["id"] for row in rows}
-    copies = {row["text"]: row["id"] for row in rows if row["reason"] == "duplicate"}
-    return [(f"the text of {copies[row['text']]}", row) for row in (rows_of(folder) if copies else ())
-            if row["text"] in copies and row["reason"] != "duplicate" and row["id"] not in known]
+    removed = {row["text"]: row["id"] for row in rows if row["reason"]}
+    return [(f"the text of {removed[row['text']]}", row) for row in (rows_of(folder) if removed else ())
+            if row["text"] in removed and was_kept(row) and row["id"] not in known]
+
+
+def was_kept(row):
+    """Whether a document is in the shards, or was until --remove."""
+    return not row["reason"] or row["withdrawn"]
 
 
 def search_shards(folder, meta, text):
     """
     Yield (how it matches, row) of kept documents with a similar MinHash signature (+- 0.04 at 0.8), or that hold the
-    text, of at least PASSAGE words, as a passage. Reads all tokens, at a few MB/s.
+    text, but for white space. Reads all tokens, at a few MB/s.
     """
     ids, ends = words([text[:LONG]])
-    signature = signatures(ids, ends)
+    signature = signatures(ids, ends) if len(ids) >= 5 else None
+    passages = {normalized(text)}
     # Personal data in the shards is replaced, but not in code.
-    passages = {normalized(text), normalized(scrub_pii(text)[0])} if len(ids) >= PASSAGE else ()
+    if len(ids) >= PASSAGE:
+        passages.add(normalized(scrub_pii(text)[0]))
     tok, shards = load_for(folder), shards_of(meta)
     stream = Stream(folder, shards, 1)
     begins = {shard["file"]: begin for shard, begin in zip(shards, stream.begins)}
@@ -102,7 +122,8 @@ def search_shards(folder, meta, text):
                 continue
             ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
             document = tok.decode(ids[1:-1].tolist())
-            agreement = (signatures(*words([document[:LONG]])) == signature).mean()
+            # A text of fewer words is one shingle, which is no document's.
+            agreement = 0 if signature is None else (signatures(*words([document[:LONG]])) == signature).mean()
             progress.update(row["tokens"])
             if agreement >= similarity:
                 yield f"nearly this text, similarity {agreement:.2f}", row
@@ -117,28 +138,44 @@ def print_matches(folder):
     """
     meta, _ = described(folder)
     matches = find_rows(folder, meta)
-    steps = steps_of([row for _, row in matches if not row["reason"]], folder)
-    originals = {row["text"]: row["id"] for _, row in matches if not row["reason"] or row["withdrawn"]}
+    steps = steps_of([row for _, row in matches if was_kept(row)], folder)
+    originals = {row["text"]: row["id"] for _, row in matches if was_kept(row)}
+    reasons = [row["reason"] for match, row in matches if match == "this host"]
+    if reasons:
+        print(f"{find} is the host of {counted(len(reasons), 'document')} that came in; kept: {reasons.count(''):,}")
     for match, row in matches:
-        origin = "".join(f", {row[name]}" for name in ("url", "license", "language") if row[name])
-        if row["reason"]:
-            of = {"duplicate": f" of {originals.get(row['text'], 'a planted passage')}",
-                  "near-duplicate": " of a document that --find=FILE with this text names"}.get(row["reason"], "")
-            print(f"{row['id']} came in and was removed: {row['reason']}{of}{origin} {row['withdrawn'] or ''}")
-            continue
-        read = f"\n    {next(steps)}" if when else ""
-        print(f"{row['id']} is in {folder}, by {match}: {counted(row['tokens'], 'token')} of source {row['source']}, "
-              f"{row['split']}, from token {row['offset']:,} of {row['shard']}{origin}{read}")
+        print(answer(match, row, originals, folder))
+        if when and was_kept(row):
+            print(f"    {next(steps)}")
     if not matches:
-        print(f"{find[:60]!r} is no id, URL or text of a document in {folder}, nor a passage of at least {PASSAGE} "
-              "words in one")
+        print(no_answer(folder))
     return len(matches)
 
 
+def answer(match, row, originals, folder):
+    """A sentence about a row that find_rows() has found. originals: {text: id} of the rows that duplicates may copy."""
+    origin = "".join(f", {row[name]}" for name in ("url", "license", "language") if row[name])
+    if row["reason"]:
+        of = {"duplicate": f" of {originals.get(row['text'], 'a planted passage')}",
+              "near-duplicate": " of a document that --find=FILE with this text names"}.get(row["reason"], "")
+        return f"{row['id']} came in and was removed: {row['reason']}{of}{origin} {row['withdrawn'] or ''}"
+    return (f"{row['id']} is in {folder}, by {match}: {counted(row['tokens'], 'token')} of source {row['source']}, "
+            f"{row['split']}, from token {row['offset']:,} of {row['shard']}{origin}")
+
+
+def no_answer(folder):
+    """A sentence for `find` without a match. It names a search that was left out."""
+    if os.path.isfile(find):
+        return f"the text of {find} is not in {folder}, nor a text like it"
+    part = f". Inside of texts it was not searched: it has fewer than {SHORTEST} bytes"
+    part = part if is_short(find) else ", nor a part of one"
+    return f"{find[:60]!r} is no id, URL, host or text of a document in {folder}{part}"
+
+
 def looks_like_a_file(name):
-    """Whether a name that is no file is more likely a mistyped one than an id, a URL or a passage."""
+    """Whether a name that is no file is more likely a mistyped one than an id, a URL, an e-mail address or a text."""
     n = len(name.split())
-    if os.path.exists(name) or ":" in name or n >= PASSAGE:
+    if os.path.exists(name) or ":" in name or "@" in name or n >= PASSAGE:
         return False
     return bool(kind_of(name)) or n == 1 and bool(re.search(r"/|\.[A-Za-z]\w{1,4}$", name))
 
@@ -149,7 +186,8 @@ def looks_like_a_file(name):
 
 def steps_of(rows, folder):
     """
-    For each row of the ledger, yield a sentence with the steps at which the run `when` has read that document.
+    For each row of the ledger, kept or withdrawn, yield a sentence with the steps at which the run `when` has read that
+    document.
 
     ValueError: not a run of train.py, or its data have changed since.
     """
@@ -164,21 +202,27 @@ def steps_of(rows, folder):
     data = data_of_run(config, until)
     first = first_folder(config["data"])
     shards = {os.path.realpath(os.path.join(first, shard["file"])) for shard in shards_of(data.meta)}
+    # A withdrawn document has no shard any more, only a folder.
+    places = {*shards, *map(os.path.dirname, shards)}
     begins = f"; it started from {config['init_from']}, which is another run" if config.get("init_from") else ""
     for row in rows:
-        path = os.path.realpath(f"{folder}/{row['shard']}")
-        if row["split"] != "train":
+        path = os.path.realpath(f"{folder}/{row['shard'] or ''}")
+        if row["split"] == "val":
             yield f"for validation: {when} was not trained on it"
             continue
-        if path not in shards:
+        if path not in places:
             raise ValueError(f"{when} has read {config['data']}, not {folder}: ask that folder")
-        samples = samples_of(data, path, row["offset"], row["tokens"], until)
-        steps = sorted({plan.steps_in(sample) for sample in samples.tolist()})
-        listed = ", ".join(f"{step} (tokens {plan.tokens_after(step - 1):,} to {plan.tokens_after(step):,})"
-                           for step in steps[:10])
-        others = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
-        yield (f"read at {len(steps):,} of the {done:,} steps of {when}: {listed}{others}{begins}" if steps else
+        # The run has read the data as they are now, so it has not read a withdrawn document.
+        samples = [] if row["withdrawn"] else samples_of(data, path, row["offset"], row["tokens"], until).tolist()
+        steps = sorted({plan.steps_in(sample) for sample in samples})
+        yield (f"read at {len(steps):,} of the {done:,} steps of {when}: {listed(steps, plan)}{begins}" if steps else
                f"none of the {done:,} steps of {when} has read it")
+
+
+def listed(steps, plan):
+    """The first 10 steps of a list, with the tokens that the run had read before and after each, as text."""
+    spans = (f"{step} (tokens {plan.tokens_after(step - 1):,} to {plan.tokens_after(step):,})" for step in steps[:10])
+    return ", ".join(spans) + (f" and {len(steps) - 10:,} more" if len(steps) > 10 else "")
 
 
 def samples_of(data, path, offset, n, until):
@@ -217,8 +261,9 @@ def data_of_run(config, samples):
     else:
         data = TokenDataset(config["data"], "train", config["block_size"], config["seed"])
     if started_stages(data.fingerprint, samples) != started_stages(config["data_hash"], samples):
-        raise ValueError(f"{config['data']} has changed since the run began: it is version {data.fingerprint:.16}, the "
-                         f"run has read {config['data_hash']:.16}")
+        raise ValueError(f"{config['data']} has changed since the run began, by a removal or a new build, so that its "
+                         f"steps cannot be counted any more: it is version {data.fingerprint:.16}, the run has read "
+                         f"{config['data_hash']:.16}")
     return data
 
 
@@ -236,7 +281,7 @@ def main():
               f"{sizes['documents_in'] - sizes['documents']:,} removed; {counted(sizes['tokens'], 'token')}; "
               "all hashes as written")
     if find and not matches and looks_like_a_file(find):
-        raise ValueError(f"--find={find}: no such file, and no document has this id")
+        raise ValueError(f"--find={find}: no such file, and no document has this id, host or text")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ Rows are in the order of the input. All numbers of a report are sums over them (
 """
 
 import os
+import re
 
 import pyarrow
 import pyarrow.parquet
 
 from corpus.readers import kind_of
+from corpus.robots import host_key, split_url
 from engine.files import in_one_line
 
 FILE = "documents.parquet"
@@ -64,16 +66,38 @@ def rows_of(folder, columns=None):
 
 def names_of(row):
     """
-    The names of a row in a list, {("id", name), ("url", name)}: its id; the own id of a row in a file, without the name
-    of the file; its URL without a final slash.
+    The names of a row in a list, {("id", name), ("url", name), ("host", name)}: its id; the own id of a row in a file,
+    without the name of the file; its URL, as normalized_url() has it; its host and the domains that this is part of.
     """
     file, _, own_id = row["id"].partition(":")
     names = {("id", row["id"])}
     if own_id and kind_of(file) not in (None, "text"):
         names.add(("id", own_id))
     if row["url"]:
-        names.add(("url", row["url"].rstrip("/")))
+        names.add(("url", normalized_url(row["url"])))
+    labels = (host_key(row["url"]) or "").split(".")
+    return names | {("host", ".".join(labels[n:])) for n in range(len(labels))}
+
+
+def names_in(line):
+    """The names, as names_of() has them, that a line of a list may mean: an id, a URL if it has a slash, or a host."""
+    names = {("id", line)}
+    if "/" in line:
+        names.add(("url", normalized_url(line)))
+    elif re.fullmatch(r"[^: ]*\.[^: ]*", line):
+        names.add(("host", normalized_host(line)))
     return names
+
+
+def normalized_url(url):
+    """A URL without scheme, user, port, www., fragment and final slash: a server gives the same page for all these."""
+    host, path = split_url(url)
+    return f"{host.removeprefix('www.')}{path}".rstrip("/") if host else url.rstrip("/")
+
+
+def normalized_host(host):
+    """A host as split_url() writes it, without www."""
+    return (host_key(f"//{host}") or host).removeprefix("www.")
 
 
 def changed(folder, change):

@@ -1,6 +1,9 @@
 """
 Personal data: find e-mail addresses, IP addresses and IBANs, and replace them before a model can recite them.
 
+These are rules and err: of 66 held-out lines 52 come out exact (tests/test_pii.py). prepare.py does not scrub code, nor
+the ids and URLs in the ledger.
+
     e-mail    an @ with a domain after it and a name before it                                  <email-pii>
     IPv4      a dot and a number, three times, in a word that is an address                     <ip-pii>
     IPv6      two colons, in a run of hexadecimal digits that is an address                     <ip-pii>

@@ -462,21 +462,26 @@ def records(path, columns=(), errors="surrogateescape"):
             yield row
 
 
-def rows_of(path, *columns, comments=False, errors="surrogateescape"):
+def rows_of(path, *columns, comments=False, errors="surrogateescape", wrong=()):
     """
     Yield a list for each row of a file: for each entry of columns, a tuple of names, the value of the first that the
     row has. In a file of text each line that is not empty is a row of one column.
 
-    comments: # begins a comment in a line of text. errors: as in rows().
+    comments: # begins a comment in a line of text, at its start or after white space. errors: as in rows().
     ValueError, one line: the file is damaged, or a row lacks a column.
+    wrong: columns that only another kind of file has, an error too.
     """
     if kind_of(path) in (None, "text"):
         for line in read_text(path).removeprefix("\ufeff").split("\n"):
-            text = (line.split("#")[0] if comments else line).strip()
+            text = (re.split(r"(?:^|\s)#", line)[0] if comments else line).strip()
             if text:
                 yield [text]
         return
-    for row in records(path, set(itertools.chain(*columns)), errors):
+    for row in records(path, {*wrong, *itertools.chain(*columns)}, errors):
+        for key in filter(row.__contains__, wrong):
+            raise ValueError(f"{path}: a row has the column {key}, so this is another kind of file: name it with the "
+                             "setting that reads it (--robots: domain, content; --reservations: domain, file, content; "
+                             "--blocked: domain)")
         values = []
         for keys in columns:
             key = next(filter(row.__contains__, keys), None)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from corpus.folder import shards_of
 from corpus.ledger import FILE, NUMBERS, PII, ledger, rows_of
-from corpus.robots import FILE_STATES, RESERVED, file_state, host_key
+from corpus.robots import FILE_STATES, FILES, RESERVED, file_state, host_key
 from corpus.rules import RULES
 from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
 
@@ -28,7 +28,7 @@ REASONS = {
     "empty": "nothing but white space",
     "blocked-domain": "the host is on a list of blocked domains",
     "robots": "robots.txt disallows the URL for an agent",
-    "no-robots": "the host has no robots.txt (--missing=deny)",
+    "no-robots": "the store has no robots.txt of the host (--missing=deny)",
     "unparsable": "the host serves something else as robots.txt (--missing=deny)",
     "bad-url": "not a URL (--missing=deny)",
     "no-url": "has no URL (--missing=deny)",
@@ -121,8 +121,12 @@ def total(rows):
     )
 
 
-def hosts_of(folder, store):
-    """How many hosts have a file in the store, and the 20 hosts that lost the most bytes to opt-outs."""
+def hosts_of(folder, store, reservations):
+    """
+    How many hosts have a file in the stores, and the 20 hosts that lost the most bytes to opt-outs.
+
+    store: open_robots(path) or None. reservations: open_reservations(path) or None.
+    """
     hosts, lost = set(), {}
     for row in rows_of(folder, ["url", "reason", "bytes"]):
         host = host_key(row["url"])
@@ -130,11 +134,16 @@ def hosts_of(folder, store):
         if host and row["reason"].partition(":")[0] in OPT_OUTS:
             n, size = lost.get(host, (0, 0))
             lost[host] = [n + 1, size + row["bytes"]]
-    count = Counter(file_state(host, store) for host in hosts - {None})
+    hosts.discard(None)
+    count = Counter(file_state(host, store) for host in hosts)
+    stores = reservations or {}
+    files = {file: sum(files.get(host) is not None for host in hosts) for file, files in stores.items()}
+    several = set().union(*(files.several for files in [store, *stores.values()] if files))
     # The most bytes first; equal ones by name.
     ordered = sorted(lost.items(), key=lambda entry: (-entry[1][1], entry[0]))
-    hosts = dict(seen=count.total(), **{state: count[state] for state in FILE_STATES}, blocked=len(lost))
-    return dict(top_blocked_hosts=dict(ordered[:20]), hosts=hosts)
+    states = {state: count[state] for state in FILE_STATES}
+    hosts = dict(seen=len(hosts), **states, several=len(several), blocked=len(lost))
+    return dict(top_blocked_hosts=dict(ordered[:20]), hosts=hosts, reservations=files)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -171,8 +180,8 @@ def write_report(folder, vocabulary, shards, provenance):
         outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
     )
     report["pii"] = dict(provenance["pii"], **report["total"]["pii"])
-    # Reports of older versions do not name the stores.
-    report["without_url"] = count_without_url(folder) if provenance.get("stores") else 0
+    # Without a URL and a store there is nothing to check. Reports of older versions do not name the stores.
+    report["without_url"] = count_without_url(folder) if provenance["robots"] or provenance.get("stores") else 0
     if provenance["robots"]:
         removed = {agent: size_of(group) for (rule, agent), group in by_detail.items() if rule == "robots"}
         report["robots"] = dict(provenance["robots"], removed_by_agent=removed)
@@ -189,7 +198,7 @@ def count_without_url(folder):
 
 
 def notes(report):
-    """Sentences about documents that were not read, not as UTF-8, or not checked."""
+    """Sentences about documents that were not read, not as UTF-8, or not checked; and about removed licences."""
     unreadable = report["unreadable"].items()
     sentences = [f"{n:,} could not be read: {problem}, such as {first}" for problem, (n, first) in unreadable]
     # Reports of older versions do not name encodings.
@@ -197,9 +206,37 @@ def notes(report):
     if decoded:
         name, encoding = decoded[0]["name"], decoded[0]["encoding"]
         sentences.append(f"{counted(len(decoded), 'file')} read as {encoding}: not UTF-8, such as {name}")
-    n = report["without_url"]
-    have = "has" if n == 1 else "have"
-    return sentences + [f"{counted(n, 'document')} {have} no URL: not checked for opt-outs of hosts"] * (n > 0)
+    if n := report["without_url"]:
+        sentences.append(f"{counted(n, 'document')} {'has' if n == 1 else 'have'} no URL: not checked for opt-outs of "
+                         "hosts")
+    # Reports of older versions do not count the statements of documents.
+    if report["robots"] and "statements" in report["robots"]:
+        sentences += opt_outs_consulted(report)
+    removed = Counter({name or "not stated": group["removed"].get("license", [0])[0]
+                       for name, group in report["licenses"].items()})
+    if licenses := ", ".join(f"{name} {n:,}" for name, n in removed.most_common(8) if n):
+        sentences.append(f"licences of the documents that --keep_licenses removed: {licenses}")
+    return sentences
+
+
+def opt_outs_consulted(report):
+    """Sentences: which opt-outs were consulted for how many hosts and documents, and which were not."""
+    robots, settings = report["robots"], [store["setting"] for store in report["stores"]]
+    counts, missing = robots["hosts"], robots["missing"]
+    hosts, unknown, several = counted(counts["seen"], "host"), counts["unknown"], counts["several"]
+    parts = ["robots.txt not consulted (--robots)", f"{' and '.join(FILES)} not consulted (--reservations)"]
+    if "robots" in settings:
+        parts[0] = f"robots.txt of {counts['seen'] - unknown:,} of {hosts}"
+        parts[0] += (f" ({unknown:,} unknown: not in the store or not fetched; --missing={missing} "
+                     f"{'keeps' if missing == 'allow' else 'removes'} their pages)") * (unknown > 0)
+    if "reservations" in settings:
+        parts[1] = " and ".join(f"{file} of {n:,}" for file, n in robots["reservations"].items()) + f" of {hosts}"
+    if "blocked" in settings:
+        parts.append("the list of --blocked")
+    of_documents = counted(report["total"]["documents_in"], "document")
+    parts.append(f"headers or <meta> known for {robots['statements']:,} of {of_documents}")
+    differ = f"{counted(several, 'host')} with different files in a store: the last row of each counts"
+    return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0)
 
 
 def counted(n, noun):

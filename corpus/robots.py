@@ -2,15 +2,16 @@
 Opt-outs: may this document be used for training? robots.txt, applied retroactively, and the other reservations.
 
 Apertus dropped a page of 2013-2024 if the robots.txt that its host served in January 2025 disallows the page's URL for
-any of 15 agents: crawlers that collect for AI, and `*`. A host without the file has not opted out. That cost 8 % of the
-English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3). RFC 9309 decides which rule applies:
+any of 15 agents: crawlers that collect for AI, and `*`. It kept pages of hosts whose file it did not have. That cost
+8 % of the English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3). RFC 9309 decides the rule:
 
     group = all groups that name the agent, merged; otherwise those of `*`; otherwise no rules
     rule  = the longest of the group's patterns that match path?query; allow wins ties; `*` = anything, `$` = the end
     drop  = some agent's rule is a disallow, or its preference for this path forbids training
 
 Each other opt-out removes the document under its own name. (The EU's code of practice for general-purpose models,
-copyright chapter, measure 1.3, asks for them; directive 2019/790, art. 4(3), makes them binding.)
+copyright chapter, measure 1.3, asks for them. Directive 2019/790, art. 4(3), gives effect to machine-readable
+reservations; which of these qualify is not settled, so all are honoured.)
 
     usage-file, usage-header   train-ai=n in Content-Usage, a line `[/path] train-ai=n` of robots.txt or an HTTP header
                                (IETF, draft-ietf-aipref-attach-05, draft-ietf-aipref-vocab-07); ai-train=no in
@@ -27,6 +28,8 @@ copyright chapter, measure 1.3, asks for them; directive 2019/790, art. 4(3), ma
 
 Metadata in EPUB and PDF files is not read.
 
+The command below gives the verdict of robots.txt on a page. It reads no other opt-out; prepare.py does:
+
 $ python -m corpus.robots https://example.com/a --robots=robots.txt     # each agent's verdict and the rule behind it
 $ python -m corpus.robots https://example.com/a --robots=store.jsonl.gz --missing=deny
 $ python prepare.py pages.jsonl --robots=store.jsonl.gz                 # rows of domain, content
@@ -42,6 +45,7 @@ if not __package__:
 
 import ipaddress
 import json
+import os
 import re
 import unicodedata
 import zlib
@@ -54,7 +58,7 @@ from corpus.readers import rows_of
 
 paths = []             # URLs to check
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet
-missing = "allow"      # a host without robots.txt: allow or deny
+missing = "allow"      # a host whose robots.txt is not in the store: allow or deny
 explicit = False       # count only groups that name an AI agent, not those of *
 
 # The 15 of the published pipeline (swiss-ai/pretrain-data; the report prints 14, without FacebookBot).
@@ -75,8 +79,9 @@ RESERVED = {
     "usage-file": "the same, in the host's robots.txt",
     "ai-txt": "disallowed by the host's ai.txt",
 }
-# What a store has of a host: a robots.txt, no file, or something else under that name.
-FILE_STATES = ("with_file", "without", "unparsable")
+# What a store has of a host: a robots.txt (an empty one if the host serves none), something else under that name, or
+# nothing: the host was not asked, or its file was not fetched.
+FILE_STATES = ("with_file", "unparsable", "unknown")
 # The files of a store of reservations, and the columns of a document that are read.
 FILES = ("tdmrep.json", "ai.txt")
 COLUMNS = ("headers", "x_robots_tag", "content_usage", "tdm_reservation", "meta_robots", "meta_tdm_reservation")
@@ -90,11 +95,13 @@ def refusal(doc, robots=None, reservations=None):
     """
     Why a document may not be used for training, as the ledger has it ("robots:AGENT:RULE", "noai"); None if it may.
 
-    doc: dict with url and the fields of reservation(). robots: keyword arguments of verdict(); None skips robots.txt.
-    reservations: open_reservations(path) or None. The statements of the document itself always count.
+    doc: dict with url and the fields of reservation(). robots: keyword arguments of verdict(), whose agents count for
+    all opt-outs; None skips robots.txt. reservations: open_reservations(path) or None. The statements of the document
+    itself always count.
     """
-    kept, reason = verdict(doc.get("url"), **robots) if robots else (True, "")
-    return reservation(doc, reservations) if kept else reason
+    robots = robots or {}
+    kept, reason = verdict(doc.get("url"), **robots)
+    return reservation(doc, reservations, robots.get("agents", AGENTS)) if kept else reason
 
 
 def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explicit=False):
@@ -103,7 +110,7 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explici
 
         allowed                    robots.txt allows this URL for every agent
         no-url                     the document has no URL, so no file of its host was consulted
-        no-robots                  the store has no robots.txt of the host, so the host has not opted out
+        no-robots                  the store has no robots.txt of the host: whether it has opted out is unknown
         unparsable                 the host serves something else as robots.txt: a web page, prose, no user-agent
         bad-url                    the URL is malformed
         robots:AGENT:RULE          dropped: this rule disallows the URL for this agent
@@ -113,11 +120,11 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explici
     With missing='deny' no-url, no-robots, unparsable and bad-url are dropped too.
 
     store: open_robots(path) or anything with .get(host) -> str, bytes or None. blocked: blocked_domains(path).
-    missing: 'allow' (Apertus: a missing file is no opt-out) or 'deny' (keep only URLs that a robots.txt allows); any
-    other value is a ValueError.
+    missing: 'allow' (Apertus kept these pages; RFC 9309 sec. 2.3.1.4 disallows all of a host whose file could not be
+    fetched) or 'deny' (keep only URLs that a robots.txt allows); any other value is a ValueError.
     """
     if missing not in ("allow", "deny"):
-        raise ValueError(f"missing={missing!r}: want 'allow' (no file = no opt-out) or 'deny' (no file = no consent)")
+        raise ValueError(f"missing={missing!r}: want 'allow' (keep pages whose robots.txt is unknown) or 'deny'")
     # a.example.com is blocked by its own name, by example.com, and by com.
     host = entry = host_key(url)
     while entry and entry not in blocked:
@@ -132,10 +139,10 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     """
     (True, reason) if this robots.txt lets every agent read the URL and train on it, else (False, reason).
 
-    robots_txt: str or bytes; None = the host has no file. explicit=True counts only groups that name the agent: with
-    agents=AGENTS[:-1], only opt-outs from AI. Of 4,231 files of 2019, 30 instead of 114 then disallow an article.
-    Reasons: allowed, no-robots, unparsable, bad-url, no-url; robots:AGENT:RULE or usage-file:AGENT:PATH for the first
-    agent that the file names, `*` if it names no other. Source: RFC 9309 sec. 2.2; report sec. 3.
+    robots_txt: str or bytes, "" if the host has none; None = unknown. explicit=True counts only groups that name the
+    agent: with agents=AGENTS[:-1], only opt-outs from AI. Of 4,231 files of 2019, 30 instead of 114 then disallow an
+    article. Reasons: allowed, no-robots, unparsable, bad-url, no-url; robots:AGENT:RULE or usage-file:AGENT:PATH for
+    the first agent that the file names, `*` if it names no other. Source: RFC 9309 sec. 2.2; report sec. 3.
     """
     if not url:
         return True, "no-url"
@@ -157,7 +164,7 @@ def file_state(host, store):
     """One of FILE_STATES: does the store have a robots.txt of this host key?"""
     content = store.get(host) if store else None
     if content is None:
-        return "without"
+        return "unknown"
     return "unparsable" if parse_robots(content) is None else "with_file"
 
 
@@ -352,23 +359,20 @@ def forbids_training(terms):
 # ----------------------------------------------------------------------------------------------------------------------
 # other reservations
 
-# Lines of statements(): "X-Robots-Tag: directive, agent: directive", Content-Usage, and TDM-Reservation.
-_OURS = "|".join(re.escape(product_token(agent)) for agent in AGENTS)
-_DIRECTIVE = re.compile(rf"(?im)^(?:x-robots-tag|meta-robots|meta-(?:{_OURS}))[ \t]*:(?:.*?,)??[ \t]*"
-                        rf"(?:(?:(?:{_OURS})[ \t]*)?:[ \t]*)?(noai|noimageai|noml)[ \t]*(?:,|$)")
+# Lines of statements(): Content-Usage, and TDM-Reservation.
 _USAGE = re.compile(r"(?im)^content-(?:usage|signal)[ \t]*:(.*)")
 _MINING = re.compile(r"(?im)^(?:((?-i:meta))-)?tdm-reservation[ \t]*:[ \t]*([01])[ \t]*$")
 
 
-def reservation(doc, store=None):
+def reservation(doc, store=None, agents=AGENTS):
     """
     Why a document may not be used for training: a key of RESERVED, with a file's rule after a colon. None if it may.
 
-    doc: dict with url, any of COLUMNS, and metas [(name, content)] of an HTML page. store: open_reservations(path), or
-    {file: anything with .get(host) -> str, bytes or None}.
+    doc: dict with url, any of COLUMNS, and metas, [(name, content)] or {name: content}, of an HTML page. store:
+    open_reservations(path), or {file: anything with .get(host) -> str, bytes or None}.
     """
     lines = statements(doc)
-    directive = _DIRECTIVE.search(lines)
+    directive = directive_pattern(tuple(agents)).search(lines)
     if directive:
         return directive[1].lower()
     # One preference does not withdraw the opt-out of another (draft-ietf-aipref-vocab-07 sec. 5.1).
@@ -376,7 +380,17 @@ def reservation(doc, store=None):
         return "usage-header"
     host, path = split_url(doc.get("url"))
     tdmrep, ai_txt = (store[file].get(host) or "" if store and host else "" for file in FILES)
-    return mining_reservation(lines, tdmrep, path) or (ai_txt and ai_txt_refusal(ai_txt, path)) or None
+    return mining_reservation(lines, tdmrep, path) or (ai_txt and ai_txt_refusal(ai_txt, path, agents)) or None
+
+
+@lru_cache
+def directive_pattern(agents):
+    """The pattern of a line of statements() with a directive for all or for one of these agents, a tuple."""
+    # What is said to `*` is said to all, whichever agents count.
+    names = "|".join({re.escape(product_token(agent) or "*") for agent in [*agents, "*"]})
+    # "X-Robots-Tag: directive, agent: directive"
+    return re.compile(rf"(?im)^(?:x-robots-tag|meta-robots|meta-(?:{names}))[ \t]*:(?:.*?,)??[ \t]*"
+                      rf"(?:(?:(?:{names})[ \t]*)?:[ \t]*)?(noai|noimageai|noml)[ \t]*(?:,|$)")
 
 
 def mining_reservation(lines, tdmrep, path):
@@ -389,12 +403,17 @@ def mining_reservation(lines, tdmrep, path):
     return reason
 
 
-def ai_txt_refusal(ai_txt, path):
-    """"ai-txt:AGENT:RULE" if a host's ai.txt disallows the path for one of AGENTS, else None."""
+def ai_txt_refusal(ai_txt, path, agents):
+    """"ai-txt:AGENT:RULE" if a host's ai.txt disallows the path for one of the agents, else None."""
     groups = parse_robots(ai_txt)
     # /a/page counts as /a/page.html.
     html = re.sub(r"^([^?]*/[^?/.]*)(\?.*)?$", r"\1.html", path)
-    return first_refusal("ai-txt", path, groups, AGENTS) or first_refusal("ai-txt", html, groups, AGENTS)
+    return first_refusal("ai-txt", path, groups, agents) or first_refusal("ai-txt", html, groups, agents)
+
+
+def has_statements(doc):
+    """Whether headers or <meta> came with a document, an empty list too: otherwise it may have lost its opt-outs."""
+    return any(doc.get(name) not in (None, "") for name in (*COLUMNS, "metas"))
 
 
 def statements(doc):
@@ -410,8 +429,9 @@ def statements(doc):
         except Exception:                                  # no JSON, or too deep
             headers = headers.replace("\r", "\n")
     columns = [(name.replace("_", "-"), doc[name]) for name in COLUMNS[1:] if name in doc]
-    # A user's column may also be called metas: only a list is ours.
-    metas = [f"meta-{as_text(pair, ': ')}" for pair in metas] if isinstance(metas, list) else []
+    # A user's column may also be called metas: only a list or a dict is ours.
+    pairs = metas.items() if isinstance(metas, dict) else metas if isinstance(metas, list) else []
+    metas = [f"meta-{as_text(pair, ': ')}" for pair in pairs]
     return as_text([headers, columns, metas], "\n", "\n", ": ")
 
 
@@ -449,19 +469,32 @@ def parse_tdmrep(content):
 STORES = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
 
 
+# The scheme and the port of a URL.
+_PORT = re.compile(r"(?i)\s*(?:(?:(https?|ftp):)?//)?(?:[^/?#]*@)?(?:\[[^/?#]*\]|[^:/?#]*):?0*(\d*)")
+PORTS = dict(http=["80"], https=["443"])
+
+
 class Store(dict):
     """Host -> file, compressed in memory: 1 kB per host instead of 4 kB, 1 GB for a million hosts."""
 
     def __init__(self, rows):
-        """rows: (host or URL, str or bytes, ...). A host's last row counts; null, a failed download, is skipped."""
-        for host, content, *_ in rows:
-            host = host_key(host) or host_key(f"//{host}") or host_key(f"//[{host}]")
+        """
+        rows: (host or URL, str or bytes, ...). "": the host serves no file. Skipped are null, a failed download, so
+        that the host stays unknown, and files of a port other than the scheme's, which hold for that port alone (RFC
+        9309 sec. 2.3). A host's last row counts; self.several holds the hosts whose rows differ.
+        """
+        self.several = set()
+        for name, content, *_ in rows:
+            url = next(filter(host_key, (name, f"//{name}", f"//[{name}]")), None)
             if isinstance(content, str):
                 content = content.encode("utf-8", "replace")
             if not isinstance(content, bytes | None):
-                raise ValueError(f"the file of {host} is a {type(content).__name__}: want a text")
-            if host and content is not None:
-                self[host] = zlib.compress(content, 1)
+                raise ValueError(f"the file of {name} is a {type(content).__name__}: want a text")
+            if url and content is not None and has_own_port(url):
+                host, packed = host_key(url), zlib.compress(content, 1)
+                if self.setdefault(host, packed) != packed:
+                    self.several.add(host)
+                self[host] = packed
 
     def get(self, host):
         """bytes or None. An unknown host is looked up with and without www., which serve the same file."""
@@ -470,13 +503,19 @@ class Store(dict):
         return packed and zlib.decompress(packed)
 
 
+def has_own_port(url):
+    """Whether a URL names no port, or that of its scheme; either if it has no scheme."""
+    scheme, port = _PORT.match(url).groups()
+    return not port or port in PORTS.get((scheme or "").lower(), ["80", "443"])
+
+
 def open_robots(path):
     """
     A Store from a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file with the columns domain and content (or robots), a
     folder of these, or of HOST.txt or HOST/robots.txt. swiss-ai/fineweb-robots-txt-files-compressed is a parquet.
-    ValueError if it is empty or something else; OSError if it does not exist.
+    ValueError if it is empty, something else or not there.
     """
-    store = Store(hosts_files(path, ["*.txt", "*/robots.txt"], ("content", "robots")))
+    store = Store(hosts_files(path, ["*.txt", "*/robots.txt"], ("content", "robots"), wrong=["file"]))
     if not store:
         raise ValueError(f"{path}: no robots.txt in it; want {', '.join(STORES)} with rows of domain, content, "
                          "or a folder of HOST.txt, HOST/robots.txt")
@@ -496,16 +535,20 @@ def open_reservations(path):
     return {file: Store(row for row in rows if row[2].endswith(file)) for file in FILES}
 
 
-def hosts_files(path, patterns, *columns):
+def hosts_files(path, patterns, *columns, wrong=()):
     """
     Yield (host, content, file name or other columns): the rows of a file of STORES; for a folder the files that match
-    one of the patterns, and the rows of its STORES. Nothing for any other path.
+    one of the patterns, and the rows of its STORES. Nothing for another kind of file.
+
+    wrong: as in rows_of(). ValueError if there is no such file or folder.
     """
+    if not os.path.exists(path):
+        raise ValueError(f"{path}: no such file or folder")
     path = Path(path)
     files = [path] if path.is_file() else sorted(file for name in [*patterns, *STORES] for file in path.glob(name))
     for file in files:
         if any(map(file.match, STORES)):
-            yield from rows_of(str(file), ("domain", "host"), *columns, errors="replace")
+            yield from rows_of(str(file), ("domain", "host"), *columns, errors="replace", wrong=wrong)
         elif file != path:
             yield file.relative_to(path).parts[0].removesuffix(".txt"), file.read_bytes(), file.name
 
@@ -516,7 +559,8 @@ def blocked_domains(path):
     domain, as the published swiss-ai/robots-txt-blocked-domains-*. example.com also blocks a.b.example.com.
     ValueError if it is empty or something else.
     """
-    hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows_of(str(path), ("domain",), comments=True)]
+    rows = rows_of(str(path), ("domain",), comments=True, wrong=["content", "robots"])
+    hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows]
     wrong = [domain for host, domain in hosts if "." not in host or "/" in domain]
     if wrong or not hosts:
         raise ValueError(f"{path}: want a domain in each line, or a column 'domain', not {wrong or 'an empty file'}")
@@ -528,26 +572,36 @@ def blocked_domains(path):
 
 
 def main():
-    """Print whether each agent may read a URL, and by which rule; then the verdict."""
+    """Print the verdict of robots.txt on each URL."""
     if not paths:
         raise ValueError("name one or more URLs: python -m corpus.robots https://example.com/a --robots=robots.txt")
-    agents = AGENTS[:-1] if explicit else AGENTS
     for url in paths:
-        host, path = split_url(url)
+        host = host_key(url)
         if not host:
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
-        store = {}
         if robots.endswith(".txt"):
-            store = {host: Path(robots).read_bytes()}
-        elif robots:
-            store = open_robots(robots)
-        groups = parse_robots(store.get(host) or b"")
-        refused = dict(refusals(path, groups, agents, explicit))
-        for agent in agents:
-            outcome = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
-            print(f"{agent:30s} {outcome}")
-        kept, reason = verdict(url, store, agents, missing, explicit=explicit)
-        print(f"{'kept' if kept else 'drop'}:{reason}")
+            store = Store([(host, Path(robots).read_bytes())])
+        else:
+            store = open_robots(robots) if robots else Store([])
+        print_verdict(url, store)
+
+
+def print_verdict(url, store):
+    """Print whether each agent may read a URL by its host's robots.txt, and by which rule; then the verdict."""
+    host, path = split_url(url)
+    agents = AGENTS[:-1] if explicit else AGENTS
+    kept, reason = verdict(url, store, agents, missing, explicit=explicit)
+    if file_state(host, store) == "unknown":
+        why = f"{robots} has no robots.txt of {host}" if robots else "no robots.txt was named (--robots)"
+        print(f"unknown: {why}; prepare.py --missing={missing} {'keeps' if kept else 'removes'} it")
+        return
+    if host in store.several:
+        print(f"{robots} has different files of {host}: the last one counts")
+    refused = dict(refusals(path, parse_robots(store.get(host)), agents, explicit))
+    for agent in agents:
+        outcome = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
+        print(f"{agent:30s} {outcome}")
+    print(f"{'kept' if kept else 'drop'}:{reason}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,16 @@ from corpus.folder import dtype_of, publish, safe, write_shard, write_tokens
 from corpus.pii import TAGS, scrub_pii
 from corpus.readers import check, documents, files_of, id_hash, rows, rows_of, writable
 from corpus.report import hosts_of, verify, write_report
-from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
+from corpus.robots import (
+    AGENTS,
+    COLUMNS,
+    blocked_domains,
+    has_statements,
+    host_key,
+    open_reservations,
+    open_robots,
+    refusal,
+)
 from corpus.rules import TOXICITY, as_number, broken, by_language, listed, top_thresholds
 from engine.files import read_json, sha256, sha256_of, write_json
 
@@ -119,14 +128,12 @@ class Work:
 
     @cached_property
     def robots(self):
-        """The arguments of robots.verdict(); None without a store of robots.txt and a list of domains."""
+        """The arguments of robots.verdict()."""
         agents = AGENTS
         if self.plan.agents:
             agents = [agent for agent, in rows_of(self.plan.agents, ("agent",), comments=True)]
         if not agents:
             raise ValueError(f"--agents={self.plan.agents} names no agent: want one a line")
-        if not self.plan.robots and not self.plan.blocked:
-            return None
         return dict(
             store=given(open_robots, self.plan.robots),
             agents=agents,
@@ -255,18 +262,19 @@ def find_thresholds(number, work):
 def sift(number, work):
     """
     A group -> sift/{number}.text, the texts that pass, and sift/{number}.parquet: a row of the ledger for each of its
-    documents, with the place of its text and its keys for near-duplicates.
+    documents, with the place of its text and its keys for near-duplicates. Returns how many have headers or <meta>.
     """
-    tables, field = [], work.plan.score_field
+    tables, field, statements = [], work.plan.score_field, 0
     columns = partial(work.rules.columns, top=field and (field, work.result("thresholds")))
     with open(sifted(work, number).with_suffix(".text"), "wb") as f:
         for docs in batches(documents_of(number, work)):
+            statements += sum(map(has_statements, docs))
             for doc in docs:
                 doc.update(reason=reason_alone(doc, work, columns), bands={})
             compare_words([doc for doc in docs if not doc["reason"]], work.rules)
             tables.append(table_of([dict(row_of(doc, f, work), group=number) for doc in docs], work))
     write_table(pyarrow.concat_tables(tables), sifted(work, number))
-    return {}
+    return dict(statements=statements)
 
 
 def batches(docs):
@@ -394,6 +402,12 @@ def read(columns, work, n):
     return pyarrow.concat_tables(ParquetFile(sifted(work, number)).read(columns) for number in range(n))
 
 
+def groups_sifted(work):
+    """How many of the first groups are sifted, without a gap."""
+    n = len(work.groups)
+    return next((number for number in range(n) if not work.is_done("sift", number)), n)
+
+
 def groups_needed(work, n):
     """How many of the first n groups it takes to keep --max_bytes of text; 0 if n are not enough."""
     rows, reason = find_duplicates(work, n)
@@ -438,8 +452,7 @@ def judge(number, work):
     """
     n = len(work.groups)
     if work.plan.max_bytes:
-        sifted_groups = next((n for n in range(n) if not work.is_done("sift", n)), n)
-        n = groups_needed(work, sifted_groups) or n
+        n = groups_needed(work, groups_sifted(work)) or n
     check_urls(work, n)
     rows, reason = find_duplicates(work, n)
     left = np.flatnonzero(reason == "")
@@ -580,7 +593,7 @@ def account(number, work):
 
 def provenance_of(work, tokenizer):
     """The part of the report about the run, its files and its settings. tokenizer: the name of the vocabulary."""
-    plan, robots = work.plan, work.robots
+    plan = work.plan
     commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
     hashed = "sha256 of its id" if plan.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
     return dict(
@@ -594,16 +607,26 @@ def provenance_of(work, tokenizer):
         ignored=plan.ignored,
         stores=[dict(setting=name, path=path, sha256=sha256_of_store(path))
                 for name in STORES if (path := getattr(plan, name))],
+        robots=opt_outs_of(work),
         rule=f"A document is for validation where 64 bits of the {hashed} over 2^64 are below {plan.val_share}; if "
         "none is, the one with the least. A single document is for training.",
         pii=dict(scrubbed=plan.pii),
         probes=dict(
             file=plan.probes, passages=len(work.passages), repetitions=plan.repetitions,
             documents=sum(passage["repetitions"] for passage in work.passages)) if work.passages else None,
-        robots=robots and dict(
-            store=plan.robots or plan.blocked, agents=robots["agents"], missing=plan.missing,
-            **hosts_of(work.data, robots["store"])),
     )
+
+
+def opt_outs_of(work):
+    """The part of the report about opt-outs; None if nothing was consulted and no document has a URL."""
+    plan, robots = work.plan, work.robots
+    hosts = hosts_of(work.data, robots["store"], work.rules.reservations)
+    if not hosts["hosts"]["seen"] and not any(getattr(plan, name) for name in STORES):
+        return None
+    groups = range(work.result("judge")["groups"])
+    statements = sum(work.result("sift", number)["statements"] for number in groups)
+    return dict(
+        store=plan.robots or None, agents=robots["agents"], missing=plan.missing, statements=statements, **hosts)
 
 
 def sha256_of_store(path):
@@ -684,7 +707,15 @@ def do(stage, number, folder):
 def do_share(stage, final, tmp, _, rank, world_size):
     """A step of datatrove: do every world_size-th piece of a stage. final: the folder to publish after it, or None."""
     folder = tmp / "work"
-    for number in range(rank, work_of(folder).pieces(stage), world_size):
+    work = work_of(folder)
+    enough = work.plan.max_bytes
+    for number in range(rank, work.pieces(stage), world_size):
+        n = groups_sifted(work) if stage == "sift" and enough else 0
+        # Of all tasks together; part of it may be duplicates, so count without them.
+        if n and work.bytes_until[n - 1] >= enough:
+            if groups_needed(work, n):
+                break
+            enough = work.bytes_until[n - 1] + work.plan.max_bytes / 10
         do(stage, number, folder)
     if final:
         publish(final, tmp)

@@ -176,7 +176,7 @@ class Ranks:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         wait = timedelta(seconds=timeout)
         # A single process needs no network: a store in its own memory will do.
-        store = dist.HashStore() if self.size == 1 else None
+        store = dist.HashStore() if self.size == 1 else self.store(wait)
         backend = "nccl" if kind == "cuda" else "gloo"
         # Of all groups: also of those that a mesh makes, which has no setting for it (pytorch issue 119613).
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = wait
@@ -191,6 +191,19 @@ class Ranks:
             self.window_group, _ = dist.new_subgroups(self.P)
         if self.exact:
             sum_in_one_order()
+
+    def store(self, wait):
+        """
+        Where ranks find each other's addresses. torchrun has one for all its restarts, in which new ranks would find
+        the addresses of dead ones (pytorch issue 135712), so each restart has a prefix of its own.
+        """
+        if self.size != self.node and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and \
+                os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+            # Agents of several nodes count their restarts apart.
+            raise ValueError("torchrun restarts ranks of several nodes only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+                             "in the environment: set it, or take --max-restarts=0")
+        store, _, _ = next(dist.rendezvous("env://", timeout=wait))
+        return dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
     def renew_save_group(self):
         """

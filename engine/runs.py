@@ -33,6 +33,13 @@ def settings_of(folder):
     return config.get("nanoapertus", config)
 
 
+def note_unfinished(folder):
+    """A clause for the first lines of a run that starts with this model: "", unless it is a run that has not ended."""
+    if not os.path.isdir(f"{folder}/ckpt") or os.path.exists(f"{folder}/summary.json"):
+        return ""
+    return f"; {folder} has not ended, and its newest checkpoint is the start"
+
+
 def claim(out, resume, is_main):
     """
     The lock of the run folder, as a context; only the first rank takes it. Nothing else is written yet.

@@ -71,7 +71,7 @@ show = False                    # print the first conversations, learnt tokens i
 resume = False                  # continue from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
-parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; the 8B with AdEMAMix takes 161 GB
+parallel = "auto"               # none | ddp | fsdp | hsdp | auto, as in train.py; all weights of the 8B take 177 GB
 compile = False                 # torch.compile of the blocks, best with --pack (few shapes); else xIELU alone, on CUDA
 seed = 28                       # seed of the order of conversations
 # adapters (posttrain/lora.py)

@@ -44,6 +44,22 @@ def test_any_number_of_tasks_makes_the_same_folder_also_after_a_failure(texts, t
     assert os.listdir(tmp_path) == ["data"]
 
 
+def test_no_more_is_sifted_than_max_bytes_needs(tmp_path, monkeypatch):
+    """In 12 files of some 5,000 bytes: both tasks together stop where prepare.py stops."""
+    (tmp_path / "in").mkdir()
+    for i in range(12):
+        write_lines(tmp_path / "in" / f"{i:02}.jsonl", rows(10, 90 * i))
+    monkeypatch.setattr(stages, "GROUP", 5_000)
+    how = f"{tmp_path}/in", "--tokenizer=byte", "--max_bytes=12000"
+    fill(tmp_path / "one" / "data", *how)
+    pieces, sift = stages.STAGES["sift"]
+    sifted = []
+    monkeypatch.setitem(stages.STAGES, "sift", (pieces, lambda n, work: sifted.append(n) or sift(n, work)))
+    run("corpus.cluster", *how, f"--out={tmp_path}/data", "--tasks=2", "--parts=1", "--workers=1")
+    assert written(tmp_path / "data") == written(tmp_path / "one" / "data")
+    assert 2 < len(sifted) < 8
+
+
 def test_a_job_of_slurm_is_submitted_for_each_stage_and_waits_for_the_one_before(texts, tmp_path, monkeypatch):
     """sbatch is a script that writes down how it was called and answers with a number, as Slurm does."""
     sbatch, said = tmp_path / "sbatch", tmp_path / "said"

@@ -10,7 +10,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import ROOT, table
+from conftest import ROOT, script, table
 from corpora import fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
 from lab import run
 from test_checkpoint import full
@@ -51,13 +51,13 @@ ARGUMENTS = dict(
     a="DIR/in --keep_licenses=cc0,mit --robots=DIR/a.robots.jsonl --probes=DIR/probes --repetitions=(0,3) "
     "--val_share=0.2",
     b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --pii=False",
-    c="DIR/b.jsonl",
+    c="DIR/b.jsonl --blocked=DIR/c.blocked --reservations=DIR/c.reservations.jsonl",
 )
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Data folders: a has every part of a report, b unknown hosts, c no robots.txt."""
+    """Data folders: a has every part of a report, b unknown hosts, c other stores than of robots.txt."""
     root = shutil.copytree(f"{ROOT}/tests/golden/reports", tmp_path_factory.mktemp("reports") / "reports")
     for name, args in ARGUMENTS.items():
         fill(root / name, "--tokenizer=apertus:4096", *args.replace("DIR", str(root)).split())
@@ -130,13 +130,29 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
     letter = tmp_path / "letter.txt"
     letter.write_text(text(7).replace(" ", "\n"))
     passage = " ".join(text(7).split()[20:28])
-    names = [("id", row["id"]), ("id", "d7"), ("URL", row["url"] + "/"), ("text", text(7)), ("text", letter)]
-    for how, name in (*names, ("passage", passage)):
+    names = [("id", row["id"]), ("id", "d7"), ("URL", "http://www.HOST0.example:80/page/7/#top"), ("text", text(7))]
+    for how, name in (*names, ("text", letter), ("passage", passage), ("passage", "Number 7.")):
         said = ask(data, f"--find={name}")
         assert said.startswith(f"in.jsonl:d7 is in {data}, by this {how}: {row['tokens']} tokens of source roh_Latn, ")
         assert said.endswith(f"from token {row['offset']:,} of {row['shard']}, {row['url']}, mit, roh_Latn\n")
     assert "nearly this text, similarity 0.9" in ask(data, f"--find={text(7)} And more.")
-    assert "'in.jsonl:d7x' is no id, URL or text of a document in" in ask(data, "--find=in.jsonl:d7x")
+    assert ask(data, "--find=Host3.example").startswith(
+        "Host3.example is the host of 9 documents that came in; kept: 9\n"
+    )
+
+
+# --find, and words of the answer if nothing is found.
+MISSING = f"""
+in.jsonl:d7x   | 'in.jsonl:d7x' is no id, URL, host or text of a document in
+in.jsonl:d7x   | data, nor a part of one
+the            | it was not searched: it has fewer than 5 bytes
+{ROOT}/LICENSE | /LICENSE is not in
+"""
+
+
+@pytest.mark.parametrize("find, says", table(MISSING))
+def test_an_answer_says_what_was_not_found(data, find, says):
+    assert says in ask(data, f"--find={find}")
 
 
 def test_a_duplicate_names_the_document_that_has_its_text(tmp_path):
@@ -145,6 +161,18 @@ def test_a_duplicate_names_the_document_that_has_its_text(tmp_path):
     removed, stays = ask(tmp_path / "out", "--find=b.txt").splitlines()
     assert removed == "b.txt came in and was removed: duplicate of again.txt "
     assert stays.startswith(f"again.txt is in {tmp_path}/out, by the text of b.txt: ")
+
+
+def test_a_page_that_opted_out_names_the_copy_that_stays(tmp_path):
+    """Of three pages the last has the text of the first."""
+    pages = [dict(text=text(i % 2), url=f"https://host{i}.example/") for i in range(3)]
+    put(tmp_path, {"list": "host0.example"})
+    fill(tmp_path / "out", write_lines(tmp_path / "in.jsonl", pages), f"--blocked={tmp_path}/list")
+    host, removed, stays = ask(tmp_path / "out", "--find=host0.example").splitlines()
+    assert host.endswith("kept: 0") and removed.startswith("in.jsonl line 1 came in and was removed: blocked-domain:")
+    assert stays.startswith(f"in.jsonl line 3 is in {tmp_path}/out, by the text of in.jsonl line 1: ")
+    said = script("prepare.py", f"--remove={tmp_path}/list", f"--out={tmp_path}/out").stdout
+    assert said.startswith("1 text of the list kept under another id, such as in.jsonl line 3: ")
 
 
 def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path):
@@ -163,6 +191,20 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path)
         said_of = f"read at {len(steps)} of the 10 steps of {killed}: {listed}\n"
         want = said_of if steps else "none of the 10 steps"
         assert ("for validation" if row["split"] == "val" else want) in said
+
+
+def test_a_run_on_the_data_after_a_removal_has_not_read_the_document(lab, tmp_path):
+    """The run is another one, whose config.json names these data."""
+    after = shutil.copytree(lab / "data", tmp_path / "data")
+    put(tmp_path, {"list": "pages.jsonl line 1"})
+    run("prepare.py", f"--remove={tmp_path}/list", f"--out={after}")
+    config = shutil.copytree(lab / "pretrained", tmp_path / "run") / "config.json"
+    words = {f"{lab}/data": f"{after}", report(lab / "data")["version"]: report(after)["version"]}
+    for old, new in words.items():
+        config.write_text(config.read_text().replace(old, new))
+    find = "--find=pages.jsonl line 1", f"--when={tmp_path}/run"
+    assert f"none of the 10 steps of {tmp_path}/run has read it\n" in ask(after, *find)
+    refuse("ask that folder", shutil.copytree(after, tmp_path / "copy"), *find, name="corpus.audit")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -203,10 +245,11 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
 
 
 # Begins with a byte-order mark, and a row's own id. One URL is of no document here; probe/1 is a planted passage.
-LIST = """\ufeffd1
+LIST = """\ufeffd1 # opted out
+# in May
  www.Host3.example
 
-https://host1.example/page/29/\t
+http://www.HOST1.example/page/29/#top\t
 https://host9.example/page/29
 in.jsonl:d99
 probe/1"""
@@ -218,13 +261,20 @@ def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(dat
     """
     monkeypatch.setattr(os, "link", full)
     (tmp_path / "list").write_text(LIST)
+    unmatched = ["https://host9.example/page/29", "in.jsonl:d99", "probe/1"]
     for after in ("The documents of all other entries were removed", "Nothing was removed"):
         refuse(
-            f"list: 'in.jsonl:d99' (and 1 more) is not among the kept documents of {data}. {after}",
+            f"list: no kept document of {data} matches {str(unmatched)[1:-1]}. {after}",
             f"--remove={tmp_path}/list",
             f"--out={data}",
         )
         assert "60 documents in = 49 kept + 11 removed" in ask(data)
+    out = [row for row in ledger(data) if row["withdrawn"]]
+    total = dict(documents=11, tokens=sum(row["tokens"] for row in out), unmatched=unmatched)
+    path = f"{tmp_path}/list"
+    removals = [dict(date=out[0]["withdrawn"], file=path, sha256=sha256(path), **total)]
+    assert report(data)["removals"] == removals
+    assert f"list | {sha256(path)[:16]} | 11 | {total['tokens']:,} | 3: {unmatched[0]}, " in markdown(report(data))
     said = ask(data, f"--find={text(1)}")
     assert said.startswith("in.jsonl:d1 came in and was removed: withdrawn:id, https://host1.example/page/1, mit")
 

@@ -155,25 +155,65 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-@pytest.mark.slow
-def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path):
+@pytest.fixture
+def torchrun(tmp_path):
+    """torchrun(script, *args): the documented line, on two ranks: its process, and a function that reads its log."""
     [line] = [line for line in Path(ROOT, "docs/scale.md").read_text().splitlines() if "configs/node.py" in line]
     flags = line.partition("train.py")[0].replace("torchrun", "-m torch.distributed.run").replace("=8", "=2")
+    started = []
+
+    def start(script, *args):
+        with open(tmp_path / "log", "w") as out:
+            command = [sys.executable, *flags.split(), script, *args]
+            env = os.environ | dict(PYTHONPATH=ROOT)
+            started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out))
+        return started[-1], (tmp_path / "log").read_text
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.mark.slow
+def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path, torchrun):
     train = arguments(data, tmp_path / "run", "--total_samples=99999 --parallel=fsdp --checkpoint_every=0")
     (tmp_path / "slow.py").write_text(SLOW_SAVE)
-    env = os.environ | dict(PYTHONPATH=ROOT)
-    with open(tmp_path / "log", "w") as out:
-        command = [sys.executable, *flags.split(), tmp_path / "slow.py", *train]
-        torchrun = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
-        while "10/" not in (text := (tmp_path / "log").read_text()):
-            assert torchrun.poll() is None, text
-            time.sleep(1)
-        torchrun.terminate()
-        torchrun.wait(90)
-    assert "stopped as asked after step" in (text := (tmp_path / "log").read_text()), text
+    process, text = torchrun(tmp_path / "slow.py", *train)
+    while "10/" not in text():
+        assert process.poll() is None, text()
+        time.sleep(1)
+    process.terminate()
+    process.wait(90)
+    assert "stopped as asked after step" in text(), text()
     [saved] = steps(tmp_path / "run")
     done = script("train.py", *train, "--parallel=none", "--resume", f"--total_samples={8 * saved + 8}")
     assert done.returncode == 0 and steps(tmp_path / "run") == [saved, saved + 1]
+
+
+# The second rank dies in step 9, and after its restart in step 19.
+DIES = """
+import os, runpy, signal
+from engine.run import Run
+def steps(self, steps=Run.steps):
+    for step in steps(self):
+        if self.ranks.rank == 1 and step == 9 + 10 * int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield step
+Run.steps = steps
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_has_died(data, tmp_path, torchrun):
+    """Twice, and the run ends as if undisturbed."""
+    how = "--exact --micro_batch=2 --total_samples=200"
+    (tmp_path / "dies.py").write_text(DIES)
+    train = arguments(data, tmp_path / "run", f"{how} --parallel=fsdp --resume")
+    process, text = torchrun(tmp_path / "dies.py", *train)
+    assert process.wait(120) == 0 and text().count("resumed from") == 2, text()
+    whole = script("train.py", *arguments(data, tmp_path / "whole", how))
+    assert whole.returncode == 0 and same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
 # -----------------------------------------------------------------------------

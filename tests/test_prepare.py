@@ -168,12 +168,12 @@ def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writ
 
 
 def test_the_default_corpus_is_code_under_its_licence_split_by_a_hash_of_the_ids(tmp_path, monkeypatch):
-    """Without tests, tables and other files; addresses in code stay."""
+    """Without tests, tables and other files; addresses in code stay; nothing says that opt-outs count."""
     names = [f"m{i}.py" for i in range(20)]
     put(tmp_path / "lib", {name: f"# {name}: ask ann@example.org" for name in names})
     put(tmp_path / "lib", {"test/a.py": "", "pkg/encodings/b.py": "", "c.txt": "", "bad.py": b"\xff"})
     monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
-    fill(tmp_path / "out", "--val_share=0.3")
+    assert "opt-outs" not in fill(tmp_path / "out", "--val_share=0.3")
     found = {row["id"]: row for row in ledger(tmp_path / "out")}
     assert found.keys() == {*names, "bad.py"}
     for name, row in found.items():
@@ -271,7 +271,12 @@ def test_documents_without_a_url_and_files_in_another_encoding_are_counted(tmp_p
     how = tmp_path / "in", f"--robots={robots}", "--url_field=link", "--encoding=latin-1"
     printed = fill(tmp_path / "out", *how)
     page = (tmp_path / "out" / "report.md").read_text()
-    for says in ("4 documents have no URL: not checked", "1 file read as latin-1: not UTF-8, such as other.txt"):
+    consulted = "robots.txt of 1 of 1 host; tdmrep.json and ai.txt not consulted (--reservations)"
+    for says in (
+        consulted,
+        "4 documents have no URL: not checked",
+        "1 file read as latin-1: not UTF-8, such as other.txt",
+    ):
         assert says in printed and says in page
     assert files.sha256(robots) in page
     assert {"Grüezi", "Grüezi mitenand"} < {*sum(texts_of(tmp_path / "out").values(), [])}

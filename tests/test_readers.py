@@ -155,8 +155,8 @@ def test_an_encoding_is_asked_for_and_code_and_fineweb_name_the_language(tmp_pat
     found = [(doc["text"], doc["language"]) for doc in read(tmp_path, "latin-1")]
     assert found == [("élève\x85", "code"), ("x", "deu_Latn"), ("y", "deu_Latn"), ("Grüezi", "code")]
     assert problem(path, "utf-16") == "unreadable as utf-16"
-    path.write_bytes(b"\xef\xbb\xbfa # b\n# c\n \n d ")
-    assert list(readers.rows_of(f"{tmp_path}/a.py", ("x",), comments=True)) == [["a"], ["d"]]
+    path.write_bytes(b"\xef\xbb\xbfa # b\n# c\n \n d#e ")
+    assert list(readers.rows_of(f"{tmp_path}/a.py", ("x",), comments=True)) == [["a"], ["d#e"]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_six_lines_from_a_model_to_a_chat_with_ones_own_adapter(small, tmp_path)
 
 def test_the_loop_goes_through_the_four_long_context_stages(small, tmp_path):
     """Runs the training line for each word of the loop; each stage starts from the weights of the one before."""
-    head, train, goes_on, _ = LOOP
+    head, train, _, goes_on, _ = LOOP
     start, words = re.fullmatch(r"FROM=(.*); for L in (.*); do", head).groups()
     assert (start, goes_on) == ("out/8b", "FROM=out/8b-$L")
     start, thetas = "out/laptop", []

@@ -282,8 +282,9 @@ def test_real_files_are_decided_as_protego_does_but_for_seven():
 ROBOTS = r"""
 {"domain": "Example.com", "content": "User-agent: GPTBot\nDisallow: /no\nContent-Usage: /use train-ai=n"}
 {"domain": "null.org", "content": null}
-{"domain": "https://www.b\u00fccher.example/", "content": "User-agent: *\nDisallow: /"}
+{"domain": "https://www.b\u00fccher.example:443/", "content": "User-agent: *\nDisallow: /"}
 {"domain": "page.net", "content": "<html>"}
+{"domain": "https://page.net:8080", "content": ""}
 """
 # A URL and its outcome; those with a ! are dropped with --missing=deny.
 OUTCOMES = """
@@ -304,15 +305,18 @@ http://other.co.uk/ drop:blocked-domain:other.co.uk
 
 
 def test_a_store_in_every_form_gives_the_same_outcomes(tmp_path):
-    """The store is a file of rows, or a folder of files and rows; blocked domains are lines or rows."""
-    example, _, third, page = ROBOTS.strip().splitlines()
+    """
+    The store is a file of rows, or a folder of files and rows; blocked domains are lines or rows. The file of another
+    port is of another site (RFC 9309 sec. 2.3).
+    """
+    example, _, third, *pages = ROBOTS.strip().splitlines()
     put(
         tmp_path,
         {
             "s.jsonl": ROBOTS,
             "folder/example.com.txt": json.loads(example)["content"],
             "folder/www.xn--bcher-kva.example/robots.txt": json.loads(third)["content"],
-            "folder/more.jsonl": page,
+            "folder/more.jsonl": "\n".join(pages),
             "blocked": "# list\nBad.com\n\nwww.other.co.uk # why\n",
             "blocked.jsonl": '{"domain": "Bad.com", "why": "#"}\n{"domain": "other.co.uk", "why": "#"}',
         },
@@ -334,6 +338,12 @@ def test_the_command_prints_each_agent_and_the_rule(tmp_path):
     out = script("corpus.robots", "https://example.com/a", "https://example.com/b", *how).stdout.splitlines()
     assert out[14::15] == ["drop:robots:GPTBot:/a", "kept:allowed"]
     assert [line.split() for line in out if "refused by" in line] == ["GPTBot refused by Disallow: /a".split()]
+    assert script("corpus.robots", "a.org").stdout.startswith("unknown: no robots.txt was named (--robots); prepare.py")
+    rows = [dict(domain="b.org", content=content) for content in ("", "# none")]
+    store = f"--robots={write_lines(tmp_path / 's.jsonl', rows)}"
+    assert " has different files of b.org: the last one counts" in script("corpus.robots", "b.org", store).stdout
+    out = script("corpus.robots", "a.org", store, "--missing=deny").stdout
+    assert out.startswith("unknown: ") and out.endswith(" of a.org; prepare.py --missing=deny removes it\n")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -377,6 +387,11 @@ DOCUMENTS = """
 {"metas": [["gptbot", "nofollow, noimageai"]]} | noimageai
 {"headers": "X-Robots-Tag: noai\\r\\nX-Robots-Tag: noindex"} | noai
 {"metas": [["googlebot", "noai"], ["", "noai"]]} | None
+{"metas": {"Robots": "nofollow, noai"}} | noai
+{"metas": [["mybot", "noai"]], "agents": ["MyBot"]} | noai
+{"x_robots_tag": "GPTBot: noai", "agents": ["MyBot"]} | None
+{"x_robots_tag": "*: noai", "agents": ["MyBot"]} | noai
+{"ai_txt": "User-Agent: MyBot\\nDisallow: /", "agents": ["MyBot"]} | ai-txt:MyBot:/
 {"headers": {"Content-Usage": "train-ai=n"}, "content_usage": "train-ai=y"} | usage-header
 {"headers": {"Content-Signal": "search=yes, ai-train=no, ai-input=no"}} | usage-header
 {"headers": {"Content-Signal": "search=no, ai-train=yes, ai-input=no"}} | None
@@ -438,7 +453,7 @@ def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(said
     if isinstance(doc["tdmrep"], list):
         doc["tdmrep"] = json.dumps([{"location": place, "tdm-reservation": value} for place, value in doc["tdmrep"]])
     store = {file: {"a.org": doc[column]} for file, column in zip(FILES, ("tdmrep", "ai_txt"))}
-    assert str(reservation(doc, store)) == want
+    assert str(refusal(doc, dict(agents=doc.get("agents", AGENTS)), store)) == want
 
 
 def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):

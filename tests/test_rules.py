@@ -8,10 +8,10 @@ from conftest import table
 
 from corpus.rules import broken, top_thresholds
 
-DOC = dict(id="7", lang="deu_Latn", license="mit", score="2.5", toxic=0.9977, gap=None, nan="nan")
+DOC = dict(id="7", lang="deu_Latn", license="MIT", score="2.5", toxic=0.9977, gap=None, nan="nan")
 # Settings of broken(), and the reason why DOC is removed.
 COLUMNS = """
-{"licenses": ["mit"], "languages": ["deu_Latn"]} | None
+{"licenses": ["cc0", "Mit"], "languages": ["deu_Latn"]} | None
 {"licenses": ["cc0"]} | license
 {"languages": ["fra_Latn"]} | language
 {"top": ["score", 2.5]} | None

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first ten minutes on one GPU of 80 GB, without a network: does it compute, how fast, does it stop and resume?
+# The first ten minutes (at most 18) on one GPU of 80 GB, without a network: does it compute, how fast, does it stop and resume?
 #
 #     pip install --no-index --find-links=WHEELS -r requirements.txt pytest    # where packages are missing
 #     bash tools/first_gpu.sh

@@ -291,7 +291,8 @@ def describe_plan(run, config):
     adapters = f", adapters on a base in {run['base']}" if run["lora_r"] else ""
     assumed = "" if run["vocab_size"] or run["init_from"] else " (Apertus'; else name --vocab_size)"
     yield (f"{format_count(model.num_params())} parameters, {format_count(count_trained(model))} of them trained, "
-           f"{config.vocab_size:,} ids{assumed}{adapters}; {run['batch_size']:,} x {config.block_size:,} tokens per step")
+           f"{config.vocab_size:,} ids{assumed}{adapters}; {run['batch_size']:,} x {config.block_size:,} tokens "
+           "per step")
     yield (f"{run['gpus']:,} x {run['gpu']} of {format_gb(gpu.memory)} GB, {run['sequence_parallel']} to a window; "
            f"at {run['mfu']:.0%} of the peak")
     plans = {mode: plan_run(run, model, mode) for mode in MODES}
@@ -306,6 +307,10 @@ def describe_plan(run, config):
     mode = max(fitting, key=lambda mode: plans[mode]["tokens_per_s"])
     best = plans[mode]
     yield f"\n-> --parallel={run['parallel']} --recompute={mode} --micro_batch={best['fits']}"
+    if run["minutes"]:
+        tokens = 60 * run["minutes"] * best["tokens_per_s"]
+        steps = int(tokens // (run["batch_size"] * config.block_size))
+        yield f"-> in {run['minutes']:,g} minutes: {steps:,} steps, {format_count(tokens)} tokens"
     if best["links_s"] > best["compute_s"]:
         yield ("-> communication-bound: the links take longer than the compute that hides them. Take --parallel=hsdp "
                "where a node holds the model, else tensor and pipeline parallelism (github.com/pytorch/torchtitan; "
