@@ -10,6 +10,7 @@ import sys
 import tomllib
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -35,15 +36,26 @@ def rope():
 def attention():
     import model
 
-    def forward(T, shift, size):
-        """The last of T positions. shift: of the positions; size: of the weights that make queries and keys."""
-        layer = model.Attention(model.ApertusConfig(n_embd=8, n_head=4, n_kv_head=2), 0).double()
+    def forward(T, shift, size, documents, keys):
+        """
+        The last of T positions. shift: of the positions; size: of the weights that make queries and keys.
+
+        documents: document numbers, or none. keys: who has them all, "layer", "cache" or "ranks". Cache and ranks are
+        replaced by objects that return the negative of attention, to be told apart.
+        """
+        layer = model.Attention(model.ApertusConfig(n_embd=8, n_head=4, n_kv_head=2), 9).double()
         layer.load_state_dict({
             name: (torch.arange(p.numel()).view(p.shape) % 7 - 2.0) * (size if name[0] in "qk" and p.ndim > 1 else 1)
-            for name, p in layer.state_dict().items()})
+            for name, p in layer.state_dict().items()} | {"k_norm.weight": tensor([1.0, -1.5])})
         x = (torch.arange(8.0 * T).view(1, T, 8) ** 2 % 11 - 5).double()
         angle = (torch.arange(T).double() + shift)[:, None].expand(T, 2)[None]
-        return layer.forward(x, angle.cos(), angle.sin())[0, -1, :4]
+        cache = None
+        if keys == "cache":
+            cache = SimpleNamespace(attend=lambda number, q, k, v: number - model.attend(q, k, v))
+        elif keys == "ranks":
+            layer.attend_across_ranks(SimpleNamespace(attend=lambda *args: -model.attend(*args)))
+        documents = tensor([documents]) if documents else None
+        return layer.forward(x, angle.cos(), angle.sin(), documents, cache)[0, -1, :4]
 
     return dict(forward=forward)
 
@@ -57,7 +69,8 @@ def xielu():
         x = tensor(x, requires_grad=True)
         return torch.autograd.grad(layer.formula(x).sum(), x)[0]
 
-    return dict(formula=lambda x: layer.formula(tensor(x)), slope=slope,
+    # The slope comes first: it tells no clamp from one at 0, which have the same value at 0.
+    return dict(slope=slope, formula=lambda x: layer.formula(tensor(x)),
                 bf16=lambda x: [layer.formula(tensor(x).bfloat16()).dtype.itemsize,
                                 *layer.formula(tensor(x).bfloat16()).float()])
 
@@ -91,20 +104,22 @@ def goldfish():
         context = tensor(context) if context else None
         return goldfish.goldfish_mask(tensor(labels), k, h, hash, context).long()
 
-    return dict(product=lambda x, h: goldfish.window_product(np.array(x), h), mask=mask,
-                keys=lambda k, keys: goldfish.kept_keys(k)[keys].astype(int))
+    return dict(product=lambda x, h: goldfish.window_product(np.array(x), h),
+                keys=lambda k, keys: goldfish.kept_keys(k)[keys].astype(int), mask=mask)
 
 
 def ademamix():
     import ademamix
 
-    def step(g, moments, settings):
-        """[weight, moments] of one number after a step from the weight 1."""
-        state = [tensor([x]) for x in (1.0, g, *moments)]
-        ademamix.ademamix(*state, *map(tensor, settings))
-        return [x.item() for i, x in enumerate(state) if i != 1]
+    def step(g, moments, settings, gradient="float32"):
+        """[weight, moments, gradient] of one number after a step from the weight 1. gradient: the dtype of g."""
+        p, m1, m2, v = (tensor([x]) for x in (1.0, *moments))
+        g = tensor([g], dtype=getattr(torch, gradient))
+        ademamix.ademamix(p, g, m1, m2, v, *map(tensor, settings))
+        return [x.item() for x in (p, m1, m2, v, g)]
 
-    return dict(step=step, alpha=ademamix.alpha_at, memory=lambda *args: 1 / (1 - ademamix.beta3_at(*args)))
+    return dict(step=lambda *args: step(*args)[:4], gradient=lambda *args: step(*args)[4],
+                alpha=ademamix.alpha_at, memory=lambda *args: 1 / (1 - ademamix.beta3_at(*args)))
 
 
 def schedule():
@@ -143,8 +158,12 @@ def qrpo():
 
 def robots():
     from corpus import robots
-    return dict(kept=lambda text, paths: [
-        int(robots.may_train_on(f"https://host.example{path}", text, ["GPTBot"])[0]) for path in paths])
+
+    def reason(text, path, agents=("GPTBot",), explicit=False):
+        return robots.may_train_on(f"https://host.example{path}", text, agents, explicit)[1]
+
+    return dict(kept=lambda text, paths, *agents: [int(reason(text, path, *agents) == "allowed") for path in paths],
+                reason=reason)
 
 
 LESSONS = dict(rope=rope, attention=attention, xielu=xielu, mask=mask, loss=loss, goldfish=goldfish, ademamix=ademamix,
@@ -188,26 +207,51 @@ def result(call, args):
         return describe(error)
 
 
-def judge(call, case, mistakes):
-    """Print whether a case has the right result, else what it gives and the mistakes that give the same."""
+def judge(call, case):
+    """Print whether a case has the right result, else what it gives, and return that."""
     value = result(call, case["args"])
     right = same(value, case["right"])
     print("right  " if right else "WRONG  ", case["name"], flush=True)
     if not right:
         for word, shown_value in (("input", case["args"]), ("yours", value), ("right", case["right"])):
             print(f"         {word} {shown(shown_value)}")
-        for mistake, results in case["wrong"].items():
-            if any(same(value, typical) for typical in results):
-                print(f"         This looks like a typical mistake: {mistakes[mistake]}")
-    return right
+    return value
+
+
+def agrees(mistake, case, value):
+    """Whether a mistake gives this result in a case. In cases that do not list it, it changes nothing."""
+    return any(same(value, typical) for typical in case["wrong"].get(mistake, [case["right"]]))
+
+
+def typical_mistakes(tried):
+    """
+    The set of mistakes that (case, result) pairs show.
+
+    Several mistakes may give the same wrong result. Of these, the ones that disagree with the fewest other cases count.
+    """
+    named = set()
+    for case, value in tried:
+        if same(value, case["right"]):
+            continue
+        disagree = {mistake: sum(not agrees(mistake, *other) for other in tried)
+                    for mistake in case["wrong"] if agrees(mistake, case, value)}
+        named |= {mistake for mistake, n in disagree.items() if n == min(disagree.values())}
+    return named
 
 
 def main():
-    """Print the cases of the lesson sys.argv[1], and exit with 1 if one is wrong."""
+    """Print the cases of the lesson sys.argv[1] and the mistakes that they show, and exit with 1 if one is wrong."""
     name = sys.argv[1]
     lesson = tomllib.loads(Path(ROOT, "tools/lessons.toml").read_text())[name]
     try:
         calls = LESSONS[name]()
     except Exception as error:
         sys.exit(describe(error))
-    sys.exit(not all([judge(calls[case["do"]], case, lesson["mistakes"]) for case in lesson["cases"]]))
+    tried, named = [], set()
+    # Mistakes are named after each function, because a loop in the next one may not end.
+    for function, call in calls.items():
+        tried += [(case, judge(call, case)) for case in lesson["cases"] if case["do"] == function]
+        for mistake in sorted(typical_mistakes(tried) - named):
+            named.add(mistake)
+            print(f"This looks like a typical mistake: {lesson['mistakes'][mistake]}", flush=True)
+    sys.exit(not all(same(value, case["right"]) for case, value in tried))

@@ -85,7 +85,7 @@ def begin(name, lesson):
     """Print what to read and write; on the first call make the folder, with the file to fill."""
     folder = Path(out, name)
     file = folder / lesson["file"]
-    question = textwrap.fill(f"Question: {lesson['question']}", 118)
+    question = "\n".join(textwrap.fill(line, 118) for line in f"Question: {lesson['question']}".split("\n"))
     sheet = f"{lesson['sheet']}\n{question}\n\n    python -m tools.lesson {name} --answer=NUMBER\n"
     if not file.exists():
         write(file, empty_functions(Path(ROOT, lesson["file"]).read_text(), lesson["write"]))
@@ -98,7 +98,7 @@ def give_hint(lesson, sheet):
     text = sheet.read_text()
     n = text.count("\nHint ")
     if n == 3:
-        print("That was the last hint: --solution shows the project's file")
+        print(f"That was the last hint. All three are at the end of {sheet}; --solution shows the project's file")
         return
     line = f"Hint {n + 1} of 3, {HINTS[n]}: {lesson['hints'][n]}"
     sheet.write_text(f"{text}\n{line}\n")
@@ -132,7 +132,8 @@ def check_file(name, lesson, folder):
     tests = shlex.split(lesson["tests"])
     code = run_python(["-m", "pytest", "-q", "--tb=short", "-p", lesson["module"], *tests], folder)
     if code:
-        print("All cases are right, but a test of the project fails: its name and its first lines say what it tests")
+        print("All cases are right, but a test of the project fails. Lines with E compare your result with the right "
+              "one. If its name ends in [a row of a table], the comment above that table says what the rows test")
     else:
         print(f"Passed. The experiment is in {folder}/README.md; --solution shows the project's file")
     return code
