@@ -2,7 +2,7 @@
 The memory that a training step takes on a device, added up before anything is allocated there.
 
     weights       4 bytes per parameter; a frozen parameter in its own dtype
-    gradients     4 bytes per trained parameter; in shards with --exact 8 bytes more, which are not divided
+    gradients     4 bytes per trained parameter; with --exact 8 bytes more, which are not divided
     states        12 with AdEMAMix, 8 with --state_dtype=bfloat16, 8 with AdamW
                   fsdp and hsdp divide these three by the ranks that share one copy
     activations   numbers that backward needs of each block and position, 2 bytes each in bf16:
@@ -54,10 +54,11 @@ def step_memory(model, settings, tokens, size=2, shards=1):
     positions = settings["micro_batch"] * tokens
     n = count_trained(model)
     n_here = n / shards
+    exact = settings.get("exact", False)                   # in shards, even if there is only one
     parts = dict(
         weights=sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) / shards,
         # FSDP keeps those of --exact whole, in fp64, until the last micro-batch.
-        gradients=4 * n_here + 8 * n * (settings.get("exact", False) and shards > 1),
+        gradients=4 * n_here + 8 * n * exact,
         states=n_here * (8 if settings["optimizer"] == "adamw" or settings["state_dtype"] == "bfloat16" else 12),
         # 3 C: embedding, last norm, and gradient of the hidden states.
         activations=(c.n_layer * kept[settings["recompute"]] + 3 * C) * positions * size)
@@ -68,7 +69,7 @@ def step_memory(model, settings, tokens, size=2, shards=1):
     # All activations of the block with 0.7 of their gradients; its weights in bf16 and their gradients.
     in_block = 1.7 * kept["none"] * positions * size + 8 * count_trained(model.model.layers[0])
     beyond = 0.06
-    if shards > 1:
+    if shards > 1 or exact:
         in_block += 2 * head.numel()                       # FSDP keeps the head gathered meanwhile
         beyond = 0.16
     parts["temporary"] = max(in_head, in_block)

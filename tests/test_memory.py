@@ -100,6 +100,7 @@ LINES = """
 143771 | 4 | 1 |                 | cuda:0 has 150.8 of 150.8 free. For settings that fit, run: python -m tools.plan
 143771 | 4 | 1 |                 | tools.plan configs/8b.py '--data=my data' --gpus=1 --gpu=h200 --vocab_size=131072
 81559  | 6 | 8 | exact=True      | gradients 68.5,
+143771 | 1 | 1 | exact=True      | gradients 96.6,
 81559  | 6 | 8 | exact=True      | tools.plan configs/8b.py '--data=my data' --gpus=8 --vocab_size=131072
 81559  | 4 | 1 | init_from=8b max_length=2048 T=999 | '--data=my data' --gpus=1 --max_length=999
 143771 | 1 | 1 | state_dtype=bfloat16 recompute=selective | total 146.4;
