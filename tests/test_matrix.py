@@ -19,14 +19,14 @@ from engine import memory, parallel
 TRAIN = "--checkpoint_every=2 --keep_checkpoints=0"
 LORA = " ".join(ADAPTERS)
 GUIDED = "--ffn=blockdense --ffn_rank=16 --ffn_blocks=2 --self_guided=0.5 --guide_saving"
-# Each kind of run: its flags, how two ranks share it from the start, and how when they resume it. In a step of QRPO the
-# first rank takes all four pairs, so that the second has none.
+# Each kind of run: its flags, how two ranks share it from the start, and how when they resume it. In a step of SFT and
+# QRPO the first rank takes all rows, so that the second has none.
 KINDS = {
     "pretraining": (TRAIN, "ddp", "fsdp --exact"),
     "continued": (f"{TRAIN} --init_from=LAB/hf --base=bf16 {LORA}", "fsdp --sequence_parallel=2", "fsdp --exact"),
     "distilled": (f"{TRAIN} --n_layer=1 --teacher=LAB/hf", "fsdp --sequence_parallel=2", "fsdp --exact"),
     "guided": (f"{TRAIN} {GUIDED}", "", "fsdp --exact"),
-    "sft": ("", "fsdp", "ddp"),
+    "sft": ("", "fsdp --micro_batch=6", "ddp"),
     "adapted": (LORA, "ddp", "fsdp"),
     "qrpo": ("", "fsdp --micro_batch=4", "ddp"),
 }

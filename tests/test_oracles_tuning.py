@@ -57,8 +57,8 @@ def test_tuning_is_the_mean_over_the_learnt_tokens_of_each_step(lab, tmp_path_fa
         conversations = [chat.render(TOK, rows[k], chat.DATE) for k in batch]
         loss = -torch.cat([oracle.logp(ids)[torch.tensor(mask[1:])] for ids, mask in conversations]).mean()
         loss.backward()
-        oracle.update(t + 1, len(steps), rate, 1.0, 1e-3, 0.0, False)
-        assert (found["loss"], found["lr"]) == approx((loss.item(), rate), rel=1e-4)
+        norm = oracle.update(t + 1, len(steps), rate, 1.0, 1e-3, 0.0, False)
+        assert [found[name] for name in ("loss", "lr", "grad_norm")] == approx([loss.item(), rate, norm], rel=1e-4)
     assert oracle.distance(convert.load_any(str(folder / "run"))[0]) < 1e-3
 
 
