@@ -1,16 +1,17 @@
 """Random plans of resumed runs, memory and FLOPs of steps, conversations and choices against counts in plain lists."""
 
-import json
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import takewhile
+from random import Random
 
 import numpy as np
 import torch
 from corpora import put
 from draws import drawn
 from hypothesis.strategies import booleans, fixed_dictionaries, integers, lists, sampled_from, text, tuples
-from pytest import MonkeyPatch, approx, raises
+from pytest import MonkeyPatch, approx
 from test_oracles import models
 from test_sft import TOK, assistant, user
 from tiny import ids, small
@@ -36,13 +37,13 @@ from tools import plan as planner
 # ----------------------------------------------------------------------------------------------------------------------
 # resumed runs
 
-PLAN = dict(batch_size=4, block_size=7, lr=1.0, min_lr=0.1, loss_average="step", data_hash="", stage="", micro_batch=4)
+PLAN = dict(batch_size=4, block_size=7, lr=1.0, min_lr=0.8, loss_average="step", data_hash="", stage="", micro_batch=4)
 PHASES = dict(
-    schedule=sampled_from(["wsd", "wsd", "cosine"]),
-    minutes=sampled_from([0.0, 0.0, 0.0, 1.0]),
-    total_samples=integers(60, 100),
-    decay_samples=integers(1, 40),
-    warmup_samples=integers(0, 20),
+    schedule=["wsd", "wsd", "wsd", "cosine"],
+    minutes=[0.0, 0.0, 0.0, 1.0],
+    total_samples=[56, 60, 64, 71],
+    decay_samples=[8, 12, 20, 31],
+    warmup_samples=[0, 9, 16],
 )
 
 
@@ -79,10 +80,6 @@ def steps_of(s, begin, stage_end):
     return steps
 
 
-def steps_by(plan, n):
-    return [(*plan.samples_of(step), plan.tokens_after(step), plan.lr_at(step)) for step in range(n)]
-
-
 def begin_of(s):
     return math.inf if s["minutes"] else s["total_samples"] - s["decay_samples"]
 
@@ -100,64 +97,56 @@ def resumed(first, later, saved, seconds):
     return None if later["schedule"] == "wsd" and seen > begin else (step, begin)
 
 
-@drawn(
-    300,
-    first=fixed_dictionaries(PHASES),
-    later=fixed_dictionaries(PHASES),
-    changed=lists(sampled_from([*PHASES]), max_size=2),
-    batch_ramp_at=sampled_from([0, 17, 32]),
-    stage_end=sampled_from([None, None, 50]),
-    request=integers(1, 20),
-    every=integers(1, 5),
-    killed=integers(1, 20),
-    seconds=sampled_from([1, 99]),
-    finished=booleans(),
-)
-def test_a_resumed_run_has_the_steps_of_the_formulas(tmp_path_factory, first, later, stage_end, seconds, **how):
-    """
-    request: the step before which a decay is requested; short runs are over by then. A run is killed after a checkpoint
-    of every n-th step, or of that of the request.
-    """
-    first |= PLAN | dict(batch_ramp_at=how["batch_ramp_at"])
-    later = first | {name: later[name] for name in how["changed"]}
+def has_the_steps(plan, s, begin):
+    """Whether a plan is that of steps_of(); else an error that names them."""
+    steps = steps_of(s, begin, plan.stage_end)
+    found = [(*plan.samples_of(n), plan.tokens_after(n), plan.lr_at(n)) for n in range(len(steps))]
+    assert found == steps
+    return plan.end == (math.inf if begin == math.inf else len(steps))
+
+
+@drawn(150, seed=integers(0, 2**32))
+def test_a_run_resumed_after_any_step_has_the_steps_of_the_formulas(tmp_path_factory, seed):
+    """With another schedule, or not. request: the step before which a decay is requested, which is saved too."""
+    rng, out = Random(seed), tmp_path_factory.mktemp("run")
+    first, later = ({name: rng.choice(values) for name, values in PHASES.items()} for _ in range(2))
+    first |= PLAN | dict(batch_ramp_at=rng.choice([0, 17, 32]))
+    later = first | {name: later[name] for name in rng.sample([*PHASES], rng.randint(0, 2))}
+    stage_end, request, every = rng.choice([None] * 5 + [50]), rng.choice([99, rng.randint(1, 15)]), rng.randint(1, 3)
     for s in (first, later):
         if s["schedule"] == "cosine" or stage_end:
             s["minutes"] = 0.0
-    plan = Plan.from_settings(first, first["minutes"] > 0, stage_end=stage_end)
-    begins = [begin_of(first)]
+    plan, longer = (Plan.from_settings(s, s["minutes"] > 0, stage_end=stage_end) for s in (first, later))
+    begins = [begin_of(first)] * 2
     steps = steps_of(first, begins[0], stage_end)
-    request = how["request"]
     if request < len(steps):
-        sooner = first["schedule"] == "wsd" and steps[request][0] < begins[0]
-        assert plan.begin_decay(request) == sooner
-        begins += [steps[request][0]] * sooner
-        steps = steps_of(first, begins[-1], stage_end)
-    assert steps == steps_by(plan, len(steps)) and plan.end == (math.inf if begins[-1] == math.inf else len(steps))
+        if first["schedule"] == "wsd" and steps[request][0] < begins[0]:
+            begins[1] = steps[request][0]
+        assert plan.begin_decay(request) == (begins[0] != begins[1])
+        steps = steps_of(first, begins[1], stage_end)
+    assert has_the_steps(plan, first, begins[1])
 
-    out, saved = tmp_path_factory.mktemp("run"), []
-    for n in range(1, min(how["killed"], len(steps)) + 1):
-        if n % how["every"] == 0 or n == request:
-            seen, begin = steps[n - 1][2] // PLAN["block_size"], begins[-1 if n >= request else 0]
-            saved.append((n, seen, begin))
-            content = dict(
-                step=n, seconds=seconds, config=first, decay_at=None if begin == math.inf else begin, files={}
+    saved = []
+    for n, (samples, size, *_) in enumerate(steps, 1):
+        if n % every and n != request:
+            continue
+        saved.append((n, samples + size, begins[n >= request]))
+        seconds, finished = rng.choice([1, 99]), rng.random() < 0.2
+        decay_at = None if saved[-1][-1] == math.inf else saved[-1][-1]
+        manifest = seal_manifest(dict(step=n, seconds=seconds, config=first, decay_at=decay_at, files={}))
+        put(out, {f"ckpt/step-{n:08d}/manifest.json": manifest, "summary.json": f'{{"steps": {n * finished}}}'})
+        wanted = resumed(first, later, saved, seconds)
+        end = len(steps_of(later, wanted[1], stage_end)) if wanted else 0
+        try:
+            (_, manifest), begin, decayed = restore.find_checkpoint(
+                str(out), later, longer, lambda *data: data[0], None
             )
-            put(out, {f"ckpt/step-{n:08d}/manifest.json": seal_manifest(content)})
-    if not saved:
-        return
-    if how["finished"]:
-        put(out, {"summary.json": json.dumps(dict(steps=saved[-1][0]))})
-    plan = Plan.from_settings(later, later["minutes"] > 0, stage_end=stage_end)
-    wanted = resumed(first, later, saved, seconds)
-    steps = steps_of(later, wanted[1], stage_end) if wanted else []
-    if not wanted or how["finished"] and len(steps) <= min(wanted[0], saved[-1][0]) and wanted[1] < math.inf:
-        with raises(ValueError):
-            restore.find_checkpoint(str(out), later, plan, lambda *data: data[0], None)
-        return
-    (_, manifest), plan.decay_at, decayed = restore.find_checkpoint(str(out), later, plan, lambda *data: data[0], None)
-    assert (manifest["step"], math.inf if plan.decay_at is None else plan.decay_at) == wanted
-    assert decayed == [n for n, *_ in saved if n > wanted[0]]
-    assert steps == steps_by(plan, len(steps)) and plan.end == (math.inf if wanted[1] == math.inf else len(steps))
+        except ValueError:
+            assert not wanted or finished and end <= wanted[0] and wanted[1] < math.inf
+        else:
+            assert (manifest["step"], math.inf if begin is None else begin) == wanted
+            assert decayed == [n for n, *_ in saved if n > wanted[0]] and not (finished and end <= wanted[0])
+            assert has_the_steps(replace(longer, decay_at=begin), later, wanted[1])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
