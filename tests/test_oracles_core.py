@@ -43,7 +43,7 @@ PHASES = dict(
     minutes=[0.0, 0.0, 0.0, 1.0],
     total_samples=[56, 60, 64, 71],
     decay_samples=[8, 12, 20, 31],
-    warmup_samples=[0, 9, 16],
+    warmup_samples=[0, 9, 25],
 )
 
 
