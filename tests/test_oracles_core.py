@@ -105,10 +105,14 @@ def has_the_steps(plan, s, begin):
     return plan.end == (math.inf if begin == math.inf else len(steps))
 
 
-@drawn(150, seed=integers(0, 2**32))
-def test_a_run_resumed_after_any_step_has_the_steps_of_the_formulas(tmp_path_factory, seed):
+def test_a_run_resumed_after_any_step_has_the_steps_of_the_formulas(tmp_path):
+    for seed in range(150):
+        resume_after_each_step(tmp_path / str(seed), seed)
+
+
+def resume_after_each_step(out, seed):
     """With another schedule, or not. request: the step before which a decay is requested, which is saved too."""
-    rng, out = Random(seed), tmp_path_factory.mktemp("run")
+    rng = Random(seed)
     first, later = ({name: rng.choice(values) for name, values in PHASES.items()} for _ in range(2))
     first |= PLAN | dict(batch_ramp_at=rng.choice([0, 17, 32]))
     later = first | {name: later[name] for name in rng.sample([*PHASES], rng.randint(0, 2))}
@@ -136,16 +140,17 @@ def test_a_run_resumed_after_any_step_has_the_steps_of_the_formulas(tmp_path_fac
         manifest = seal_manifest(dict(step=n, seconds=seconds, config=first, decay_at=decay_at, files={}))
         put(out, {f"ckpt/step-{n:08d}/manifest.json": manifest, "summary.json": f'{{"steps": {n * finished}}}'})
         wanted = resumed(first, later, saved, seconds)
-        end = len(steps_of(later, wanted[1], stage_end)) if wanted else 0
+        known_end = wanted and wanted[1] < math.inf
+        is_done = finished and known_end and len(steps_of(later, wanted[1], stage_end)) <= wanted[0]
         try:
             (_, manifest), begin, decayed = restore.find_checkpoint(
                 str(out), later, longer, lambda *data: data[0], None
             )
         except ValueError:
-            assert not wanted or finished and end <= wanted[0] and wanted[1] < math.inf
+            assert not wanted or is_done
         else:
             assert (manifest["step"], math.inf if begin is None else begin) == wanted
-            assert decayed == [n for n, *_ in saved if n > wanted[0]] and not (finished and end <= wanted[0])
+            assert decayed == [n for n, *_ in saved if n > wanted[0]] and not is_done
             assert has_the_steps(replace(longer, decay_at=begin), later, wanted[1])
 
 
@@ -287,10 +292,14 @@ LINES = (
 )
 
 
-@drawn(60, seed=integers(0, 2**32), thinking=booleans())
-def test_a_conversation_is_a_list_of_messages(tmp_path_factory, seed, thinking):
-    """replies: text of the model, and whether it ends its turn. Some lines nearly fill the window of 700 tokens."""
-    rng, path, most = Random(seed), tmp_path_factory.mktemp("chat") / "FILE", 5
+def test_a_conversation_is_a_list_of_messages(tmp_path):
+    for seed in range(60):
+        converse(tmp_path / str(seed), seed)
+
+
+def converse(path, seed):
+    """Replies of the model end their turns, or not. Some lines nearly fill the window of 700 tokens."""
+    rng, thinking, most = Random(seed), seed % 2 == 0, 5
     replies = [("ab " * 3)[: rng.randint(0, 9)] for _ in range(20)]
     ends = [rng.random() < 0.5 for _ in replies]
     typed, prompts, wanted, said, saved = [], [], [], [], []
