@@ -7,7 +7,7 @@ The memory that a training step takes on a device, added up before anything is a
                   fsdp and hsdp divide these three by the ranks that share one copy
     activations   numbers that backward needs of each block and position, 2 bytes each in bf16:
                   none        2 F + 7 C + 3 K     (C: n_embd, F: width of the feed-forward, K: width of all key heads)
-                  cheap       F + 4 C + 2 K       (engine/recompute.py)
+                  cheap       F + 4 C + 2 K       (engine/recompute.py; SwiGLU's gate is F more in both)
                   selective   4 C + 2 K
                   full        C
     temporary     the larger of the loss (a chunk of logits, and 6 bytes per weight of the head, whose gradient is
@@ -46,9 +46,10 @@ def step_memory(model, settings, tokens, size=2, shards=1):
     """
     c = model.config
     C, F, K = c.n_embd, c.ffn_width, c.n_kv_head * c.head_dim
+    gate = F * (c.activation == "swiglu")
     kept = dict(
-        none=2 * F + 7 * C + 3 * K,
-        cheap=F + 4 * C + 2 * K,
+        none=2 * F + gate + 7 * C + 3 * K,
+        cheap=F + gate + 4 * C + 2 * K,
         selective=4 * C + 2 * K,
         full=C)
     positions = settings["micro_batch"] * tokens

@@ -182,7 +182,7 @@ def copy_seconds(run, model, shards, recomputed):
 
 
 def flops_per_token(model, recompute):
-    """FLOPs per token of a step, recomputation included: full runs all blocks again, selective their matrix `up`."""
+    """FLOPs per token of a step, recomputation included: full runs all blocks again, selective `up` and `gate`."""
     c = model.config
     step = model.flops_per_token(c.block_size)
     # A step costs three forward passes through the matrices, or two if they are frozen.
@@ -191,7 +191,7 @@ def flops_per_token(model, recompute):
     recomputed = dict(
         none=0,
         cheap=0,
-        selective=2 * c.n_layer * c.n_embd * c.ffn_width,
+        selective=2 * c.n_layer * c.n_embd * c.ffn_width * (2 if c.activation == "swiglu" else 1),
         full=forward - 2 * c.n_embd * c.vocab_size)
     return step * (1 + recomputed[recompute] / (passes * forward))
 
