@@ -4,12 +4,14 @@ import csv
 import gzip
 import json
 import os
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pyarrow
 from corpora import fill, ledger, put, report, write_lines
 from draws import drawn
-from hypothesis.strategies import booleans, lists, none, sampled_from, sets, tuples
+from hypothesis.strategies import lists, none, sampled_from, tuples
 from pyarrow.parquet import write_table
 from test_oracles_data import number
 
@@ -143,50 +145,48 @@ def test_each_row_has_its_own_verdict_in_any_form_and_again_by_a_newer_store(
 # folders
 
 
-WRITTEN = {"documents.parquet", "report.json", "report.md", "tokenizer.json", "probes.json", "train_00000.npy"}
-META = dict(sources=dict(a=dict(train=dict(shards=[dict(file="train_00000.npy")]), val=dict(shards=[]))))
+META = json.dumps(dict(sources=dict(a=dict(train=dict(shards=[dict(file="train_00000.npy")])))))
+WRITTEN = "documents.parquet", "report.json", "report.md", "tokenizer.json", "probes.json", "train_00000.npy"
+WHOLE = dict.fromkeys(WRITTEN, "") | {"meta.json": META}
+# Files of OUT, and why it is not replaced: the rest of them, a file in OUT.tmp, an input, a file that appears.
+FOLDERS = [
+    *[(dict(old=old), True) for old in (WHOLE, {}, {"meta.json": META, "report.json": ""})],
+    *[
+        (dict(old={file: WHOLE[file] for file in WHOLE if file != lost}), False)
+        for lost in ("report.json", "meta.json")
+    ],
+    *[(dict(old=WHOLE | {"meta.json": damaged}), False) for damaged in ("{", "[]")],
+    *[
+        (dict(old=WHOLE | {file: ""}), False)
+        for file in ("notes.txt", ".hidden", "train_00001.npy", "meta.json.bak", "folder/report.md")
+    ],
+    *[(dict(work=work), True) for work in ([".prepare.lock"], [".prepare.lock", "work/x"])],
+    *[(dict(work=work), False) for work in (["work/x"], ["notes.txt"])],
+    *[(dict(source=source), False) for source in ("out", "out/in", "REAL.tmp/in", ".")],
+    (dict(late="late.txt"), False),
+]
 
 
 def contents(folder):
     return {str(path): path.is_file() and path.read_bytes() for path in sorted(Path(folder).rglob("*"))}
 
 
-@drawn(
-    150,
-    names=sets(sampled_from(sorted(WRITTEN)), min_size=2),
-    lost=none() | sampled_from(["meta.json", "report.json"]),
-    others=none() | sampled_from(["notes.txt", ".hidden", "train_00001.npy", "meta.json.bak", "folder/report.md"]),
-    meta=sampled_from([json.dumps(META)] * 3 + ["{", "[]"]),
-    work=sampled_from([(), (), (".prepare.lock",), (".prepare.lock", "work/x"), ("work/x",), ("notes.txt",)]),
-    source=sampled_from(["in"] * 4 + ["out/in", "out.tmp/in", "."]),
-    late=sampled_from([()] * 3 + [("late.txt",)]),
-    linked=booleans(),
-)
-def test_a_folder_is_replaced_only_if_all_of_it_is_what_prepare_writes(
-    tmp_path_factory, names, lost, others, meta, work, source, late, linked
-):
-    """others: a file that is not, or that appears (late) while the new folder is made. work: files in OUT.tmp."""
-    root = tmp_path_factory.mktemp("folders")
-    real = root / ("disk" if linked else "out")
-    names = ({*names, "meta.json", "report.json"} - {lost}) | ({others} - {None})
-    put(real, {name: meta if name == "meta.json" else name for name in names})
-    put(Path(f"{real}.tmp"), dict.fromkeys(work, ""))
-    if linked:
-        (root / "out").symlink_to(real)
-    ours = not lost and not others and meta == json.dumps(META)
-    free = not work or ".prepare.lock" in work
-    read = (root / source).resolve()
-    inside = source == "." or read.is_relative_to(real) or read.is_relative_to(f"{real}.tmp")
-    place = real if late else root
-    before = contents(place)
-    try:
-        with building(f"{root}/out", [f"{root}/{source}"]) as (final, tmp):
-            assert ours and free and not inside
+def test_a_folder_is_replaced_only_if_all_of_it_is_what_prepare_writes(tmp_path):
+    """By its own name and through a link. What is refused stays as it was."""
+    for n, ((how, replaced), linked) in enumerate(product(FOLDERS, (False, True))):
+        root = tmp_path / str(n)
+        real = put(root / ("disk" if linked else "out"), how.get("old", WHOLE))
+        real.mkdir(parents=True, exist_ok=True)
+        put(Path(f"{real}.tmp"), dict.fromkeys(how.get("work", ()), ""))
+        if linked:
+            (root / "out").symlink_to(real)
+        source = root / how.get("source", "in").replace("REAL", str(real))
+        before, done = contents(real), False
+        with suppress(ValueError, OSError), building(f"{root}/out", [str(source)]) as (final, tmp):
             put(tmp, {"data/new": ""})
-            put(final, dict.fromkeys(late, ""))
-            before = contents(place)
+            put(final, {how[key]: "" for key in ("late",) if key in how})
+            before = contents(real)
             publish(final, tmp)
-            assert not late and os.listdir(real) == ["new"]
-    except (ValueError, OSError):
-        assert late or not (ours and free) or inside
-        assert contents(place) == before
+            done = True
+        assert done == replaced, how
+        assert contents(real) == before or done and os.listdir(real) == ["new"]
