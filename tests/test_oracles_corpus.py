@@ -1,18 +1,14 @@
 """Random opt-outs, stores, removals and folders that are there already, against the verdict on each row alone."""
 
-import csv
-import gzip
 import json
 import os
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
-import pyarrow
-from corpora import fill, ledger, put, report, write_lines
+from corpora import fill, ledger, put, report, write_form, write_lines
 from draws import drawn
 from hypothesis.strategies import lists, none, sampled_from, tuples
-from pyarrow.parquet import write_table
 from test_oracles_data import number
 
 from corpus.folder import building, publish
@@ -50,25 +46,6 @@ STATEMENTS = [
     dict(meta_tdm_reservation="1"),
 ]
 FILES_OF_HOSTS = tuples(*[sampled_from(ROBOTS)] * 4)
-
-
-def write_form(path, rows):
-    """Write rows as the ending of the path says."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    if path.suffix == ".parquet":
-        write_table(pyarrow.Table.from_pylist([dict.fromkeys(names) | row for row in rows]), path)
-    elif path.suffix == ".csv":
-        with open(path, "w", newline="") as f:
-            table = csv.DictWriter(f, names)
-            table.writeheader()
-            table.writerows(rows)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        write_lines(path, rows)
-        if path.suffix == ".gz":
-            path.write_bytes(gzip.compress(path.read_bytes()))
-    return path
 
 
 @drawn(
