@@ -233,6 +233,30 @@ def test_tokens_have_the_log_probabilities_of_transformers_in_any_batch(sizes):
         assert found == approx(-logp[first - 1 :].numpy(), rel=1e-3, abs=1e-4)
 
 
+def test_a_run_of_a_study_is_named_after_its_settings_its_data_and_its_sources_alone(tmp_path, monkeypatch, data):
+    meta, arms = f"{shutil.copytree(data, tmp_path / 'data')}/meta.json", dict(one="--alpha=3.0", same="--alpha=3.0")
+    monkeypatch.setattr(ablate, "data", f"{tmp_path}/data")
+    study, sources = ablate.STUDY | dict(arms=arms), {script: dict(model="1") for script in ablate.SCRIPTS}
+
+    def folder(arm="one", lr=0.5, seed=1, **changes):
+        return ablate.plan_run(study | changes, sources, arm, lr, seed)[0]
+
+    first = folder()
+    assert first == folder(arm="same") == folder(question="?", seeds=9, reading="", lrs=[1], out="x", name="y")
+    size = dict(size=f"{study['size']} --batch_size=7")
+    names = {first, folder(lr=0.25), folder(seed=2), folder(**size), folder(arms=dict(one="--alpha=2.0"))}
+    whole = read_json(meta)
+    # One byte of a shard, whose hash is there, and the vocabulary.
+    for part, key in ((whole["sources"]["a.jsonl"]["train"]["shards"][0], "sha256"), (whole, "tokenizer_hash")):
+        part[key] = f"0{part[key][1:]}1"
+        write_json(meta, whole)
+        names.add(folder())
+    # The part before the last "-" finds the runs of other sources.
+    sources["train"] = dict(model="2")
+    names.add(folder())
+    assert len(names) == 8 and folder().rpartition("-")[0] in {name.rpartition("-")[0] for name in names - {folder()}}
+
+
 def test_a_study_keeps_the_threads_of_the_user_and_a_tenth_of_each_rate(tmp_path, monkeypatch, data):
     monkeypatch.setattr(ablate, "data", data)
     plan = ablate.plan_run(ablate.STUDY | dict(arms=dict(one="")), dict.fromkeys(ablate.SCRIPTS), "one", 0.5, 1)
