@@ -228,7 +228,7 @@ def check_files(number, work):
 def documents_of(number, work):
     """Yield the documents of a group."""
     plan = work.plan
-    columns = [*COLUMNS, plan.score_field, plan.max_field, plan.source_by, plan.url_field]
+    columns = [*COLUMNS, "metas", plan.score_field, plan.max_field, plan.source_by, plan.url_field]
     for file, part in work.groups[number]:
         for doc in documents(file, part, plan.text_field, columns):
             if plan.url_field != "url":

@@ -1,5 +1,7 @@
 """Corpora for the tests of prepare.py and corpus/: texts, commands, and readers of a data folder's files."""
 
+import csv
+import gzip
 import json
 from pathlib import Path
 
@@ -41,6 +43,25 @@ def rows(n, first=0):
 
 def write_lines(path, records):
     Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_form(path, rows):
+    """Write rows as the ending of the path says."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict.fromkeys(names) | row for row in rows]), path)
+    elif path.suffix == ".csv":
+        with open(path, "w", newline="") as f:
+            table = csv.DictWriter(f, names)
+            table.writeheader()
+            table.writerows(rows)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        write_lines(path, rows)
+        if path.suffix == ".gz":
+            path.write_bytes(gzip.compress(path.read_bytes()))
     return path
 
 

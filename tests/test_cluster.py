@@ -41,6 +41,7 @@ def test_any_number_of_tasks_makes_the_same_folder_also_after_a_failure(texts, t
         assert written(tmp_path / "data") == written(texts / "alone" / "data")
     ours, theirs = report(tmp_path / "data"), report(texts / "alone" / "data")
     assert {key for key in ours if ours[key] != theirs[key]} == {"run"}
+    assert ours["run"]["date"] >= theirs["run"]["date"] >= "2026"
     assert os.listdir(tmp_path) == ["data"]
 
 

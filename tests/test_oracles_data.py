@@ -9,10 +9,11 @@ from itertools import product
 from types import SimpleNamespace
 
 import torch
-from corpora import fill, ledger, put, report, streams, write_lines
+from corpora import fill, ledger, put, report, streams, write_form
 from draws import drawn
 from hypothesis import assume
-from hypothesis.strategies import integers, lists, none, sampled_from, tuples
+from hypothesis.strategies import integers, lists, none, permutations, sampled_from, tuples
+from lab import run
 from pytest import approx, raises
 from test_oracles import models
 from tiny import GOLDEN, ids, small
@@ -40,6 +41,10 @@ CORPUS = lists(
     min_size=6,
     max_size=20,
 )
+
+
+# Ids of the rows. Those with colons, spaces and slashes are found by all that follows the name of the file.
+IDS = [None, None, None, "", "urn:uuid:7-a", "https://a.example/x:1?y", "a: b", "line 3", "Ü", "c.d", ":e:"]
 
 
 def number(text):
@@ -84,16 +89,26 @@ def reasons_of(rows, licenses, languages, top, below, most):
     source_by=sampled_from(["", "language"]),
     share=sampled_from([0.0, 0.2, 0.5]),
     shard=integers(5, 200),
+    form=sampled_from(["csv", "jsonl", "parquet", "jsonl.gz", "json", "csv"]),
+    own_ids=permutations([*IDS, *range(8)]),
 )
 def test_a_data_folder_holds_the_documents_of_plain_lists(
-    tmp_path_factory, corpus, licenses, languages, top, below, most, source_by, share, shard
+    tmp_path_factory, corpus, licenses, languages, top, below, most, source_by, share, shard, form, own_ids
 ):
-    """Reasons, split, order and sums; then --remove takes the first document of the longest stream out."""
+    """Reasons, split, order and sums; then --remove takes half of the longest stream out, first ids with a colon."""
     folder = tmp_path_factory.mktemp("corpus")
     columns = "text", "language", "license", "score", "toxic"
-    rows = [dict(zip(columns, row), id=f"d{n}") for n, row in enumerate(corpus)]
+    rows = [dict(zip(columns, row)) | dict(id=own) for row, own in zip(corpus, own_ids)]
+    if form in ("csv", "parquet"):
+        rows = [row | dict(id=None if row["id"] is None else str(row["id"])) for row in rows]
+    places = {}
+    for n, row in enumerate(rows):
+        # A row without an id has the number of its line or row; its place is that of the number from 0.
+        line = n + 1 + sum(row["text"].count("\n") for row in rows[:n]) if form == "csv" else n
+        number_of = f"in.{form} {'row' if form in ('json', 'parquet') else 'line'} {line + 1}", f"in.{form}:{line}"
+        places[id(row)] = number_of if row["id"] in (None, "") else [f"in.{form}:{row['id']}"] * 2
     reasons = reasons_of(rows, licenses, languages, top, below, most)
-    how = [write_lines(folder / "in.jsonl", rows), f"--val_share={share}", f"--shard_tokens={shard}"]
+    how = [write_form(folder / f"in.{form}", rows), f"--val_share={share}", f"--shard_tokens={shard}"]
     how += [f"--keep_licenses={','.join(licenses)}", f"--keep_languages={','.join(languages)}"]
     how += ["--score_field=score", f"--keep_top={top}"] * (top > 0) + [f"--max_tokens={most}"]
     limits = ",".join(f"{language}:{limit}" for language, limit in below.items())
@@ -104,7 +119,7 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(
     fill(out, *how)
     first = min(number(row["text"]) for row in kept)
     wanted = {}
-    for row in sorted(kept, key=lambda row: hashlib.sha256(f"in.jsonl:{row['id']}".encode()).digest()[:8]):
+    for row in sorted(kept, key=lambda row: hashlib.sha256(places[id(row)][1].encode()).digest()[:8]):
         val = len(kept) > 1 and number(row["text"]) < max(share, math.nextafter(first, 1))
         source = (row["language"] or "none") if source_by else "out"
         wanted.setdefault((source, "val" if val else "train"), []).append(row)
@@ -115,7 +130,8 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(
                    for stream, of_stream in wanted.items()}  # fmt: skip
         assert found == {stream: sum(documents, []) for stream, documents in spelled.items() if documents}
         total = report(out)["total"]
-        assert [entry["reason"].partition(":")[0] for entry in ledger(out)] == reasons
+        found = [(entry["id"], entry["reason"].partition(":")[0]) for entry in ledger(out)]
+        assert found == [(places[id(row)][0], reason) for row, reason in zip(rows, reasons)]
         assert {name: n for name, (n, _) in total["removed"].items()} == Counter(filter(None, reasons))
         stay = [row["text"].encode() for row, reason in zip(rows, reasons) if not reason]
         sums = [len(rows), sum(len(row["text"].encode()) for row in rows), len(stay), sum(map(len, stay))]
@@ -126,10 +142,16 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(
     compare()
     longest = max(wanted.values(), key=len)
     if len(longest) > 1:
-        gone = longest.pop(0)
-        reasons[rows.index(gone)] = "withdrawn"
-        fill(out, f"--remove={put(folder, {'list.txt': gone['id']})}/list.txt")
-        assert compare()["tokens_removed_about"]["withdrawn"] == 2 + len(gone["text"].encode())
+        gone = sorted(longest, key=lambda row: ":" not in str(row["id"]))[: len(longest) // 2]
+        for row in gone:
+            longest.remove(row)
+            reasons[rows.index(row)] = "withdrawn"
+        own = [places[id(row)][0] if row["id"] in (None, "") else str(row["id"]) for row in gone]
+        assert " is in " in run("corpus.audit", out, f"--find={own[0]}").stdout
+        fill(out, f"--remove={put(folder, {'list.txt': chr(10).join(own)})}/list.txt")
+        assert all("removed: withdrawn:id" in run("corpus.audit", out, f"--find={name}").stdout for name in own)
+        removed = sum(2 + len(row["text"].encode()) for row in gone)
+        assert compare()["tokens_removed_about"]["withdrawn"] == removed
 
 
 def test_a_run_resumes_only_with_the_same_content_of_each_file_that_a_setting_names(tmp_path):
@@ -209,6 +231,30 @@ def test_tokens_have_the_log_probabilities_of_transformers_in_any_batch(sizes):
     for (row, first), found in zip(windows, evaluate.token_nats(ours, windows)):
         logp = theirs(torch.tensor([row[:-1]])).logits[0].log_softmax(-1)[range(len(row) - 1), row[1:]]
         assert found == approx(-logp[first - 1 :].numpy(), rel=1e-3, abs=1e-4)
+
+
+def test_a_run_of_a_study_is_named_after_its_settings_its_data_and_its_sources_alone(tmp_path, monkeypatch, data):
+    meta, arms = f"{shutil.copytree(data, tmp_path / 'data')}/meta.json", dict(one="--alpha=3.0", same="--alpha=3.0")
+    monkeypatch.setattr(ablate, "data", f"{tmp_path}/data")
+    study, sources = ablate.STUDY | dict(arms=arms), {script: dict(model="1") for script in ablate.SCRIPTS}
+
+    def folder(arm="one", lr=0.5, seed=1, **changes):
+        return ablate.plan_run(study | changes, sources, arm, lr, seed)[0]
+
+    first = folder()
+    assert first == folder(arm="same") == folder(question="?", seeds=9, reading="", lrs=[1], out="x", name="y")
+    size = dict(size=f"{study['size']} --batch_size=7")
+    names = {first, folder(lr=0.25), folder(seed=2), folder(**size), folder(arms=dict(one="--alpha=2.0"))}
+    whole = read_json(meta)
+    # One byte of a shard, whose hash is there, and the vocabulary.
+    for part, key in ((whole["sources"]["a.jsonl"]["train"]["shards"][0], "sha256"), (whole, "tokenizer_hash")):
+        part[key] = f"0{part[key][1:]}1"
+        write_json(meta, whole)
+        names.add(folder())
+    # The part before the last "-" finds the runs of other sources.
+    sources["train"] = dict(model="2")
+    names.add(folder())
+    assert len(names) == 8 and folder().rpartition("-")[0] in {name.rpartition("-")[0] for name in names - {folder()}}
 
 
 def test_a_study_keeps_the_threads_of_the_user_and_a_tenth_of_each_rate(tmp_path, monkeypatch, data):

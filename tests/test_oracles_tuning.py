@@ -2,20 +2,26 @@
 
 import json
 import math
+from copy import deepcopy
+from dataclasses import fields
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import torch
 from draws import drawn
 from hypothesis.strategies import booleans, floats, integers, lists, sampled_from, text, tuples
 from lab import aligning, run, tuning
 from oracle import Plain
-from pytest import MonkeyPatch, approx
+from pytest import MonkeyPatch, approx, mark
+from test_lora import IDX, published
 from test_qrpo import COUPLES
 from test_sft import SYSTEM, TOK, assistant, chat_row, user
-from tiny import write_rows
+from tiny import GOLDEN, write_rows
 from tokenizers import Tokenizer
+from torch.testing import assert_close
 from trained import log
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
@@ -26,7 +32,7 @@ import tokenizer
 from corpus import readers
 from data import permute
 from engine.files import write_json
-from posttrain import common, qrpo
+from posttrain import common, lora, qrpo
 
 
 def batches(n, batch_size, epochs):
@@ -101,6 +107,61 @@ def test_each_completion_has_the_beta_and_the_partition_of_its_length_and_refere
         known = qrpo.known_values(pairs, beta)
     found = torch.stack((known.beta, known.beta_log_z, known.length, known.tokens), -1)
     assert found.view(-1, 4).numpy() == approx(np.array(wanted), rel=1e-4)
+
+
+@drawn(
+    150,
+    rewards=lists(tuples(integers(0, 4), integers(0, 4)), max_size=9),
+    i=integers(0, 2),
+    seed=integers(0, 2),
+    which=sampled_from(["all", "random", "best"]),
+    n_refs=integers(2, 10),
+)
+def test_pairs_are_those_of_a_plain_choice_among_ties(rewards, i, seed, which, n_refs):
+    """rewards: (reward, quarters of the quantile) of each completion of prompt i."""
+    pool = [SimpleNamespace(reward=reward, q=quarters / 4) for reward, quarters in rewards]
+    order = [pool[k] for k in np.random.default_rng((seed, i)).permutation(len(pool))]
+    couples = [(order[k], order[k + 1]) for k in range(0, len(order) - 1, 2)]
+    if which == "best":
+        best = [one for one in order if one.q == max(other.q for other in pool)][:1]
+        low = [one for one in order if one.q <= 0.2 or one.q <= 1 / n_refs]
+        couples = [(best[0], one) for q in (0.5, 0.25, 0) for one in low if one.q == q]
+    wanted = [couple if couple[0].reward > couple[1].reward else couple[::-1] for couple in couples]
+    wanted = [(one, two) for one, two in wanted if one.reward != two.reward]
+    with MonkeyPatch.context() as patch:
+        for name, value in dict(seed=seed, pairs=which, n_refs=n_refs).items():
+            patch.setattr(qrpo, name, value)
+        found = qrpo.pairs_of(i, pool)
+    ids = [[tuple(map(id, pair)) for pair in pairs] for pairs in (found, wanted)]
+    assert ids[0] == (ids[1] if which == "all" else ids[1][:1])
+
+
+VALUES = True, 3, "gaussian", [1], ["q_proj", "v_proj.weight"], {"q_proj": 3}, [[0, 1], [0, 2]]
+
+
+@mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_each_field_of_peft_has_its_logits_or_is_an_error(tmp_path):
+    """One value at a time. What PEFT cannot make is left out."""
+    base, accepted = published(f"{GOLDEN}/lora/base"), set()
+    fixed = dict(r=2, lora_alpha=5, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    for field, value in product(fields(peft.LoraConfig), VALUES):
+        try:
+            config = peft.LoraConfig(**fixed | {field.name: value})
+            config.save_pretrained(tmp_path)
+            lora.read_peft_config(tmp_path)
+            theirs = peft.get_peft_model(deepcopy(base), config)
+        except Exception:
+            continue
+        for name, p in theirs.named_parameters():
+            if ".lora_" in name:
+                torch.nn.init.normal_(p)
+        theirs.save_pretrained(tmp_path)
+        ours = convert.load_hf(f"{GOLDEN}/lora/base")
+        lora.load(ours, str(tmp_path))
+        accepted.add(field.name)
+        assert_close(ours(IDX), theirs.eval()(IDX).logits, rtol=1e-3, atol=1e-3, msg=f"{field.name}={value}")
+    assert {"r", "lora_alpha", "use_rslora", "target_modules", "layers_to_transform"} <= accepted
 
 
 # ----------------------------------------------------------------------------------------------------------------------
