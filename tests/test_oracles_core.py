@@ -106,7 +106,7 @@ def has_the_steps(plan, s, begin):
 
 
 def test_a_run_resumed_after_any_step_has_the_steps_of_the_formulas(tmp_path):
-    for seed in range(150):
+    for seed in range(240):
         resume_after_each_step(tmp_path / str(seed), seed)
 
 

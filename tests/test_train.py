@@ -21,6 +21,7 @@ from trained import SIX_STEPS, contents, data, equal, killed_after, log, ran, st
 from data import TokenDataset
 from engine import checkpoint, memory, parallel, restore
 from engine.files import read_json
+from engine.log import Log
 from engine.runs import settings_of
 from model import Apertus
 
@@ -135,11 +136,20 @@ def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, t
     assert last["save_gb"] == pytest.approx(size / 1e9, rel=0.1) and last["save_seconds"] > 0
 
 
-@pytest.mark.parametrize("torn", ['{"val_bpb": 1', "null", '{"tokens": 4096}'])
-def test_killed_in_its_last_validation_a_run_makes_up_for_that_alone(data, runs, tmp_path, monkeypatch, torn):
+@pytest.mark.parametrize(
+    "torn, killed",
+    [
+        ('{"val_bpb": 1', (TokenDataset, "bits_per_byte")),
+        ("null", (TokenDataset, "bits_per_byte")),
+        ('{"tokens": 4096}', (Log, "summary")),
+    ],
+)
+def test_killed_in_its_last_validation_or_behind_it_a_run_makes_up_for_that_alone(
+    data, runs, tmp_path, monkeypatch, torn, killed
+):
     """The last validation may take long, so the last save precedes it. A torn summary.json is written again."""
     with monkeypatch.context() as broken, pytest.raises(TypeError):
-        broken.setattr(TokenDataset, "bits_per_byte", None)
+        broken.setattr(*killed, None)
         ran(data, tmp_path, *FEW)
     before = contents(tmp_path / "ckpt")
     (tmp_path / "summary.json").write_text(torn)
@@ -268,9 +278,9 @@ def test_killed_in_the_validation_before_its_decay_a_run_repeats_it(data, tmp_pa
     assert [entry["step"] for entry in log(tmp_path, "val_loss")] == [3, 7]
 
 
-@pytest.mark.parametrize("step, flags", [(15, ()), (2, ("--schedule=cosine", "--total_samples=64"))])
-def test_a_rate_that_falls_already_is_not_changed(data, runs, tmp_path, each_step, step, flags):
-    each_step(lambda now: now == step and (tmp_path / "cooldown").touch())
+@pytest.mark.parametrize("step, last, flags", [(15, 19, ()), (2, 7, ("--schedule=cosine", "--total_samples=64"))])
+def test_a_rate_that_falls_already_is_not_changed(data, runs, tmp_path, each_step, step, last, flags):
+    each_step(lambda now: now in (step, last) and (tmp_path / "cooldown").touch())
     says(ran(data, tmp_path, *flags), f"step {step + 2:6}   asked for its decay, which this schedule has begun")
     each_step(lambda now: 1)
     assert equal(tmp_path, runs(*flags))
