@@ -54,6 +54,7 @@ class Run:
         self.saver = None
         self.trace = None                                  # of the current step
         self.started_at = self.saved_at = self.step_started_at = 0.0
+        self.step_times = []                               # seconds of this rank's steps, up to 20
         self.on_exit = contextlib.ExitStack()              # frees the lock
 
     # -----------------------------------------------------------------------------
@@ -143,6 +144,7 @@ class Run:
                 yield self.done
             self.done += 1
             self.log.advance()
+            self.compare_ranks()
 
     def micro_batches(self, model, parts):
         """
@@ -179,6 +181,20 @@ class Run:
     def seconds(self):
         """Seconds of training, those of earlier processes included."""
         return time.perf_counter() - self.started_at
+
+    def compare_ranks(self):
+        """
+        After each 20 steps add to the log the least and the largest mean time of a step over ranks. Ranks wait for each
+        other in the sums of a step, so a rank stands out that is slow outside of them: in its log, saves or data.
+        """
+        self.step_times.append(self.step_seconds())
+        if self.ranks.size == 1 or len(self.step_times) < 20:
+            return
+        own = [0.0] * self.ranks.size
+        own[self.ranks.rank] = sum(self.step_times) / 20
+        of_ranks = self.ranks.all_reduce(*own)
+        self.log.attach(rank_seconds_min=round(min(of_ranks), 4), rank_seconds_max=round(max(of_ranks), 4))
+        self.step_times = []
 
     def step_seconds(self):
         """Seconds since the current step began."""
