@@ -99,6 +99,15 @@ def test_contamination_is_half_of_the_prompt_in_runs_of_five(size):
     assert dedup.Contamination([" ".join(prompt)]).find(texts, *dedup.words(texts)) == want != {}
 
 
+def test_each_of_several_prompts_is_looked_for_with_twice_its_length_around():
+    """Prompts begin in each other; the changed words of the last text are more than half of the prompt."""
+    first, second = [f"p{i}" for i in range(20)], [f"p{i}" for i in range(8)] + [f"q{i}" for i in range(12)]
+    wide = second[:8] + ["x"] * 19 + second[8:]
+    texts = [" ".join(words) for words in (second, wide, first[:8] + ["x"] * 19 + second[8:14])]
+    check = dedup.Contamination([" ".join(first), " ".join(second)])
+    assert check.find(texts, *dedup.words(texts)) == {0: 1, 1: 1, 2: 1}
+
+
 def test_a_prompt_is_found_anywhere_in_a_long_text_and_not_across_two_texts():
     """The prompt has exactly 8 words. The official code misses such prompts by an off-by-one error."""
     prompt = "How many legs does a healthy spider have?"

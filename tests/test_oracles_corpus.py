@@ -51,7 +51,7 @@ FILES_OF_HOSTS = tuples(*[sampled_from(ROBOTS)] * 4)
 @drawn(
     9,
     pages=lists(
-        tuples(sampled_from([*HOSTS, None]), sampled_from(["", "/x"]), sampled_from(STATEMENTS)),
+        tuples(sampled_from([*HOSTS, "a..b", None]), sampled_from(["", "/x"]), sampled_from(STATEMENTS)),
         min_size=12,
         max_size=20,
     ),
@@ -109,6 +109,8 @@ def test_each_row_has_its_own_verdict_in_any_form_and_again_by_a_newer_store(
     assert [row["reason"] for row in ledger(folder / "out")] == reasons
     found = report(folder / "out")["robots"]
     assert found["statements"] == sum(map(has_statements, rows))
+    hosts = [(host in (None, "a..b"), reason) for (host, *_), reason in zip(pages, reasons)]
+    assert report(folder / "out")["without_url"] == hosts.count((True, ""))
     of_robots |= dict(store=store("after.jsonl", after), blocked=())
     for n, row in enumerate(rows):
         reason = not reasons[n] and refusal(dict(url=row["url"]), of_robots)

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from itertools import product
@@ -29,7 +30,9 @@ from engine.files import read_json, write_json
 from posttrain import lora
 from studies import ablate, kit
 
-TEXTS = sampled_from([" \n", "one two", "one  two", "Dürfen wir?"]) | integers(13, 24).map("word ".__mul__)
+TEXTS = sampled_from([" \n", "one two", "one  two", "Dürfen wir?", "mail a@b.org", "mail c@d.org"]) | integers(
+    13, 24
+).map("word ".__mul__)
 CORPUS = lists(
     tuples(
         TEXTS,
@@ -53,6 +56,23 @@ def number(text):
     return int.from_bytes(digest[:8], "little") / 2**64
 
 
+def places_of(rows, form):
+    """{id of a row: the id of its document, and the text whose hash is its place}"""
+    places = {}
+    for n, row in enumerate(rows):
+        # A row without an id has the number of its line or row; its place is that of the number from 0.
+        line = n + 1 + sum(row["text"].count("\n") for row in rows[:n]) if form == "csv" else n
+        number_of = f"in.{form} {'row' if form in ('json', 'parquet') else 'line'} {line + 1}", f"in.{form}:{line}"
+        places[id(row)] = number_of if row["id"] in (None, "") else [f"in.{form}:{row['id']}"] * 2
+    return places
+
+
+def tokens_of(row):
+    """The bytes of a text as tokens; an e-mail address is one token, 9."""
+    first, *others = re.split(r"\S+@\S+", row["text"])
+    return [1, *(64 + b for b in first.encode()), *([9] * len(others)), 2]
+
+
 def reasons_of(rows, licenses, languages, top, below, most):
     """Why each of the rows is removed; "" if it stays."""
     scores = {}
@@ -69,7 +89,7 @@ def reasons_of(rows, licenses, languages, top, below, most):
             "language": languages and row["language"] not in languages,
             "score": top and (row["score"] is None or row["score"] < limits[row["language"]]),
             "above": None not in (limit, row["toxic"]) and row["toxic"] >= limit,
-            "tokens": most and 2 + len(row["text"].encode()) > most,
+            "tokens": most and len(tokens_of(row)) > most,
             "duplicate": number(row["text"]) in seen,
         }
         reasons.append(next((name for name, breaks in rules.items() if breaks), ""))
@@ -101,12 +121,7 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(
     rows = [dict(zip(columns, row)) | dict(id=own) for row, own in zip(corpus, own_ids)]
     if form in ("csv", "parquet"):
         rows = [row | dict(id=None if row["id"] is None else str(row["id"])) for row in rows]
-    places = {}
-    for n, row in enumerate(rows):
-        # A row without an id has the number of its line or row; its place is that of the number from 0.
-        line = n + 1 + sum(row["text"].count("\n") for row in rows[:n]) if form == "csv" else n
-        number_of = f"in.{form} {'row' if form in ('json', 'parquet') else 'line'} {line + 1}", f"in.{form}:{line}"
-        places[id(row)] = number_of if row["id"] in (None, "") else [f"in.{form}:{row['id']}"] * 2
+    places = places_of(rows, form)
     reasons = reasons_of(rows, licenses, languages, top, below, most)
     how = [write_form(folder / f"in.{form}", rows), f"--val_share={share}", f"--shard_tokens={shard}"]
     how += [f"--keep_licenses={','.join(licenses)}", f"--keep_languages={','.join(languages)}"]
@@ -126,17 +141,21 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(
 
     def compare():
         found = {stream: tokens.tolist() for stream, tokens in streams(out).items() if len(tokens)}
-        spelled = {stream: [[1, *(64 + b for b in row["text"].encode()), 2] for row in of_stream]
-                   for stream, of_stream in wanted.items()}  # fmt: skip
-        assert found == {stream: sum(documents, []) for stream, documents in spelled.items() if documents}
+        assert found == {
+            stream: sum(map(tokens_of, of_stream), []) for stream, of_stream in wanted.items() if of_stream
+        }
         total = report(out)["total"]
-        found = [(entry["id"], entry["reason"].partition(":")[0]) for entry in ledger(out)]
-        assert found == [(places[id(row)][0], reason) for row, reason in zip(rows, reasons)]
+        found = [(entry["id"], entry["reason"].partition(":")[0], entry["email"]) for entry in ledger(out)]
+        emails = ["@" in row["text"] and reason in ("", "withdrawn") for row, reason in zip(rows, reasons)]
+        assert found == [(places[id(row)][0], *of_row) for row, *of_row in zip(rows, reasons, emails)]
         assert {name: n for name, (n, _) in total["removed"].items()} == Counter(filter(None, reasons))
         stay = [row["text"].encode() for row, reason in zip(rows, reasons) if not reason]
         sums = [len(rows), sum(len(row["text"].encode()) for row in rows), len(stay), sum(map(len, stay))]
         assert [total[name] for name in ("documents_in", "bytes_in", "documents", "bytes")] == sums
-        assert total["tokens"] == sums[3] + 2 * len(stay)
+        assert total["tokens"] == sum(len(tokens_of(row)) for row, reason in zip(rows, reasons) if not reason)
+        splits = [part for source in read_json(f"{out}/meta.json")["sources"].values() for part in source.values()]
+        # "<email-pii>" has 4 bytes more than each address.
+        assert sum(part["bytes"] for part in splits) == sums[3] + 4 * sum(b"@" in text for text in stay)
         return total
 
     compare()
@@ -150,7 +169,7 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(
         assert " is in " in run("corpus.audit", out, f"--find={own[0]}").stdout
         fill(out, f"--remove={put(folder, {'list.txt': chr(10).join(own)})}/list.txt")
         assert all("removed: withdrawn:id" in run("corpus.audit", out, f"--find={name}").stdout for name in own)
-        removed = sum(2 + len(row["text"].encode()) for row in gone)
+        removed = sum(len(tokens_of(row)) for row in gone)
         assert compare()["tokens_removed_about"]["withdrawn"] == removed
 
 

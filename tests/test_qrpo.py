@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -144,9 +145,9 @@ def pair_of(plain, row, norm, ties):
     ],
 )
 def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, large_eps, kind, b, norm, ties, optimizer, clip):
-    """Two steps of two pairs test which completion is better, that lengths are tokens, and that Z is the prompt's."""
+    """Steps of three pairs and of one: which completion is better, lengths are tokens, and Z is the prompt's."""
     large_eps(1e-2)
-    how = f"""--data={COUPLES} --rewards= --n_refs=4 --batch_size=2 --micro_batch=1 --length_norm={norm}
+    how = f"""--data={COUPLES} --rewards= --n_refs=4 --batch_size=3 --micro_batch=2 --length_norm={norm}
         --loss={kind} --beta={b} --gamma=0.3 --ties={ties} --optimizer={optimizer} --grad_clip={clip}
         --lr=1e-2 --weight_decay=0.1 --warmup=0.5 --epochs=1 --betas=(0.9,0.999,0.99)"""
     plain = Plain(lab / "sft")
@@ -154,7 +155,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, large_eps, ki
     done = run(*aligning(lab, tmp_path / "run", *how.split()))
     assert ("warning: 44% of the references" in done.stdout) == (kind == "qrpo" and norm)
     for step, found in enumerate(log(tmp_path / "run")):
-        batch = [pairs[k] for k in common.item_indices(step, 2, 4, 1, 28)]
+        batch = [pairs[k] for k in common.item_indices(step, 3, 4, 1, 28)]
         r, ref, target, beta, size = (torch.stack([getattr(p, name) for p in batch]) for name in FIXED)
         logp = torch.stack([p.logp() for p in batch])
         ratio = logp - ref
@@ -173,7 +174,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, large_eps, ki
             margin=-ratio.diff().mean(),
             log_ratio=ratio.mean(),
             reward_policy=w @ r.flatten(),
-            kl=w @ (4 * w).log(),
+            kl=w @ (len(w) * w).log(),
         )
         for name, number in want.items():
             assert found[name] == pytest.approx(number.item(), rel=2e-5, abs=2e-5), name
@@ -206,6 +207,19 @@ def test_candidates_are_finished_completions_with_their_quantile():
     assert [c.length for c in found] == [2, 2, 3]
     assert [c.q for c in found] == pytest.approx([0.5, 0.5, 2 / 3])
     assert found[0].ref_quantiles.tolist() == pytest.approx([0.5, 0.5, 1])
+    [alone, _] = qrpo.candidates_of(replace(prompt, references=[]), END, 99)
+    assert alone.ref_quantiles.tolist() == pytest.approx([2 / 3, 2 / 3, 1])
+
+
+def test_each_batch_of_prompts_has_its_own_draws_and_room_for_its_shortest(monkeypatch):
+    def seed_and_room(model, tok, prompts, n, room, generator):
+        return generator.initial_seed(), room
+
+    monkeypatch.setattr(references, "sample_completions", seed_and_room)
+    store = SimpleNamespace(device="cpu", tok=None, settings=dict(seed=1, n_refs=2, max_length=9, max_new_tokens=7))
+    store.room_for = lambda prompts: references.References.room_for(store, prompts)
+    drawn = [references.References.draw(store, None, k, [[0] * 3, [0] * 5]) for k in (0, 2)]
+    assert drawn[0][0] != drawn[1][0] and [room for _, room in drawn] == [6, 6]
 
 
 @pytest.fixture

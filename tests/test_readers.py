@@ -117,6 +117,7 @@ open.json   | [{"text": "a"}, {"text": "b"}                                     
 id.json     | {"text": "a", "id": "\\ud800"}                                                    | ?=a
 bytes.json  | \xef\xbb\xbf[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]                      | R1=a R2 R3=b
 names.jsonl | {"text": "a", "language": ["deu"]}\n{"text": "b", "license": {}, "id": 5}         | L1=a 5
+several.json | {"text": "a", "license": ["cc0", "mit"], "id": 5}                                 | 5
 deep.json   | [{"text": "a"}, DEEP                                                              | R1=a R2
 mac.csv     | id,text\r1,a\r2,b                                                                 | 1=a 2=b
 comma.csv   | \xef\xbb\xbfid, text\n1,a\n2,well, well\n\n3\n4,\xff\n5,b\n                       | 1=a L3 L5 L6 5=b
