@@ -277,6 +277,9 @@ def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(dat
     assert f"list | {sha256(path)[:16]} | 11 | {total['tokens']:,} | 3: {unmatched[0]}, " in markdown(report(data))
     said = ask(data, f"--find={text(1)}")
     assert said.startswith("in.jsonl:d1 came in and was removed: withdrawn:id, https://host1.example/page/1, mit")
+    (tmp_path / "more").write_text(next(row["id"] for row in ledger(data) if not row["reason"]))
+    fill(data, f"--remove={tmp_path}/more")
+    assert [removal["documents"] for removal in report(data)["removals"]] == [11, 1]
 
 
 @pytest.mark.parametrize("sha256, says", [(full, "is as it was"), (str, "another sha256")])
