@@ -30,6 +30,14 @@ def test_rouge_l_is_googles():
         assert memorize.rouge_l(said, truth) == pytest.approx(scorer.score(*words)["rougeL"].fmeasure)
 
 
+def test_a_passage_whose_suffix_repeats_itself_is_left_out(tmp_path):
+    """What follows the suffix does not count."""
+    probes = [dict(repetitions=1, ids=[9] * 4 + tail) for tail in ([5, 6, 5, 5, 5, 7, 8], [5, 6, 7, 5, 5, 5, 5])]
+    (tmp_path / "probes.json").write_text(json.dumps(probes))
+    groups, shortest = memorize.read_passages(tmp_path / "probes.json", None, [4], 4, 0.75)
+    assert (groups, shortest) == ({(1, 4): [probes[1]["ids"]]}, 11)
+
+
 def test_the_model_continues_bos_and_the_prefix():
     """
     18 passages, in two batches, against generate() on whole prompts. Two passages are the model's own continuations.

@@ -101,6 +101,7 @@ User-agent: a;Disallow: /x;;User-agent: b;Disallow: /y;;User-agent: a;Disallow: 
 User-agent: a;;;User-agent: b;Disallow: / | a | | /z
 User-agent: a;Crawl-delay: 3;Sitemap: /s;User-agent: b;Disallow: / | a | | /z
 Disallow: /;User-agent: a;Disallow: /y | a | /z |
+User-agent: a;Disallow:;User-agent: b;Disallow: / | a | /z |
 User-agent: *;Disallow: /;User-agent: a;Allow: / | a | /z |
 User-agent: *;Disallow: /;User-agent: a | a | /z |
 User-agent: A # theirs;Disallow: / # all | a | | /z
