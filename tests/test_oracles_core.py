@@ -223,7 +223,7 @@ def test_a_step_takes_the_memory_of_what_it_keeps(shape, T, mode, r, optimizer, 
     wanted = dict(weights=model.parameters(), gradients=grads)
     wanted["states"] = [t for state in stepped.state.values() for t in state.values() if t.ndim]
     wanted = {part: sum(t.nbytes for t in tensors) / shards for part, tensors in wanted.items()}
-    if exact and shards > 1:
+    if exact:
         wanted["gradients"] += 8 * sum(grad.numel() for grad in grads)
     assert {part: found[part] for part in wanted} == wanted
 

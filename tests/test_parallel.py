@@ -363,6 +363,7 @@ def test_blocks_in_shards_that_are_recomputed_compile_once_for_training_validati
         assert one == pytest.approx(other, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_without_compiled_blocks_xielu_is_compiled_once_for_all_lengths():
     """With each mode of recomputation. Sums over more than 4,096 numbers, which inductor splits on a CPU."""
     for mode in MODES:
