@@ -65,7 +65,7 @@ STUDIES = tomllib.loads(read_text(f"{configurator.ROOT}/configs/ablations.toml")
 # Defaults of the studies there, each of which has a `question` and may have `published` results and our `reading`.
 STUDY = dict(
     seeds=5, size="configs/ablations/size_laptop.py", out="results/ablations", lrs=[5e-4, 1e-3, 2e-3],
-    data="data/stdlib", reading="")
+    data="data/stdlib", published="", reading="")
 # The same of a comparison of arms, which need no study, and the setting of train.py of which they are values.
 # 0.25M tokens, and not compiled: compiling takes longer than it saves in a run of a minute, 50 s a run on one core.
 QUICK = STUDY | dict(
@@ -340,7 +340,8 @@ def main():
     table = table_md(rows)
     # The reading is that of the committed runs, and these are new.
     if study["reading"] and report:
-        conclusions = [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
+        texts = {key: study[key] for key in ("published", "reading") if study[key]}
+        conclusions = [" ".join(f"{key.title()}: {text}".split()) for key, text in texts.items()]
     else:
         conclusions = [row["conclusion"] for row in others] + list_edges(rows)
     kit.publish(f"{folder}/table.md", PAGE.format(**study, table=table, conclusion="\n\n".join(conclusions)))
