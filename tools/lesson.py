@@ -145,6 +145,7 @@ def main():
     if not name:
         for name, lesson in lessons.items():
             print(f"{name:10} {lesson['title']}")
+        print("\nBegin: python -m tools.lesson plain")
         return
     if name not in lessons:
         raise ValueError(f"{name}: no such lesson; there is {', '.join(lessons)}")
