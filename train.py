@@ -323,7 +323,7 @@ def finish(run, plan, model, val_data, micro_batch_size):
         from posttrain.start import save_adapter
         save_adapter(run, model)
     if run.ranks.is_main:
-        print(f"{out}: {entry['val_bpb']:.3f} bits per byte of validation text after {entry['seconds']:.0f} s")
+        print(f"{run.out}: {entry['val_bpb']:.3f} bits per byte of validation text after {entry['seconds']:.0f} s")
     return run.log.summary(run.done, **entry | dict(seconds=round(entry["seconds"])))
 
 

@@ -127,7 +127,9 @@ def search_shards(folder, meta, text):
             progress.update(row["tokens"])
             if agreement >= similarity:
                 yield f"nearly this text, similarity {agreement:.2f}", row
-            elif any(passage in normalized(document) for passage in passages):
+                continue
+            document = normalized(document)
+            if any(passage in document for passage in passages):
                 yield "this passage", row
 
 

@@ -144,6 +144,16 @@ def test_srun_says_which_rank_a_process_is(monkeypatch):
     assert parallel.launched() is None
 
 
+def test_torchruns_restarts_on_several_nodes_want_stores_of_their_own(monkeypatch):
+    """Its agents count their restarts apart, so that a prefix by that count would differ."""
+    ranks = parallel.Ranks()
+    ranks.size = 4
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ValueError, match="only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        ranks.store(None)
+
+
 def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     ranks = parallel.Ranks()

@@ -42,7 +42,12 @@ def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
 
 def test_a_small_plan_has_no_zeros_and_each_setting_a_meaning():
     lines = "".join(plan.describe_plan(*plan.read_command("laptop --vocab_size=4096 --gpus=1 --gpu=4090")))
-    assert "0.97M parameters" in lines and "0.2 seconds" in lines
+    # The run of 1,440 steps takes 0.175 seconds, so 5 minutes are 1,712 of them.
+    assert (
+        "0.97M parameters" in lines
+        and "0.2 seconds" in lines
+        and "-> in 5 minutes: 2,465,279 steps, 2.52B tokens" in lines
+    )
     assert not re.search(r"(?m)^  --\S+ *$", run("tools.plan", "--help").stdout)
 
 

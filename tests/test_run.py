@@ -9,7 +9,7 @@ from conftest import same
 from trained import steps
 
 from ademamix import build_optimizer, optimizer_step
-from engine import restore
+from engine import restore, runs
 from engine.parallel import Ranks
 from engine.run import Run, StepInterrupted
 
@@ -97,3 +97,10 @@ def test_a_stop_in_the_first_step_saves_nothing(tmp_path):
     train(tmp_path / "run", lambda: (tmp_path / "run" / "stop").touch(), at=(0, 1))
     assert steps(tmp_path / "run") == []
     assert same(train(tmp_path / "run", resume=True), train(tmp_path / "whole"))
+
+
+def test_a_start_from_a_run_that_has_not_ended_is_said(tmp_path):
+    (tmp_path / "run" / "ckpt").mkdir(parents=True)
+    assert "has not ended" in runs.note_unfinished(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").touch()
+    assert runs.note_unfinished(tmp_path / "run") == ""
