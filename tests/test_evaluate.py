@@ -14,6 +14,7 @@ from scipy import stats
 from tiny import small, write_rows
 
 import evaluate
+import scoring
 import tokenizer
 from engine.files import read_json
 from studies.kit import read_rows
@@ -68,7 +69,7 @@ def test_the_interval_over_documents_is_the_jackknifes():
     rng = np.random.default_rng(0)
     sizes = rng.integers(20, 80, 40)
     bits = 2.0 * sizes + rng.normal(0, 9, 40)
-    row = evaluate.bits_row("x", "bits/byte", bits, sizes)
+    row = scoring.bits_row("x", "bits/byte", bits, sizes)
     left_out = (bits.sum() - bits) / (sizes.sum() - sizes)
     half = 2.02269 * math.sqrt(39 * left_out.var())
     assert row["high"] - row["score"] == approx(half, rel=2e-3)
@@ -204,7 +205,7 @@ def test_lm_eval_reads_a_run_folder_and_agrees(lab, tmp_path, monkeypatch):
     assert [row["score"] for row in ours] == approx([scores["acc,none"], scores["acc_bytes,none"]])
 
     model, tok = evaluate.convert.load_any(folder)
-    nats = evaluate.token_nats(model, [(evaluate.text_ids(tok, text)[:-1], 1) for text in TEXTS])
+    nats = scoring.token_nats(model, [(scoring.text_ids(tok, text)[:-1], 1) for text in TEXTS])
     bits = sum(map(sum, nats)) / math.log(2)
     found = theirs("own_texts", add_bos_token=False)["bits_per_byte,none"]
     assert found == approx(bits / len("".join(TEXTS).encode()), abs=1e-4)

@@ -14,7 +14,7 @@ from conftest import same, script, weights
 from lab import ADAPTERS, aligning, pretraining, tuning
 from trained import equal, killed_after, log, steps
 
-from engine import memory, parallel
+from engine import parallel
 
 TRAIN = "--checkpoint_every=2 --keep_checkpoints=0"
 LORA = " ".join(ADAPTERS)
@@ -104,20 +104,6 @@ def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch
     out = run(kind, tmp_path / "run")
     assert steps(out) == [done]
     assert equal(run(kind, out), whole(kind))
-
-
-@pytest.mark.parametrize("kind, room, batch", [("sft", 100, 6), ("qrpo", 200, 4)])
-def test_where_memory_is_short_one_row_is_taken_at_a_time(whole, run, tmp_path, monkeypatch, kind, room, batch):
-    """A position takes one byte in this test, and only one of the longest rows fits."""
-    calls, set_gradient_sync = [], parallel.set_gradient_sync
-    monkeypatch.setattr(
-        parallel, "set_gradient_sync", lambda *args, is_last: [calls.append(args), set_gradient_sync(*args, is_last)]
-    )
-    monkeypatch.setattr(memory, "step_memory", lambda model, how, tokens, *_: dict(total=how["micro_batch"] * tokens))
-    monkeypatch.setattr(memory, "memory_of", lambda device: room)
-    out = run(kind, tmp_path / "run")
-    assert len(calls) == batch * steps(out)[-1]
-    assert losses(out) == pytest.approx(losses(whole(kind)), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][1]])

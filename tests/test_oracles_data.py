@@ -23,9 +23,10 @@ from trained import data  # noqa: F401
 from transformers import ApertusForCausalLM
 
 import convert
-import evaluate
 import prepare
+import scoring
 from configurator import settings
+from corpus import build
 from engine.files import read_json, write_json
 from posttrain import lora
 from studies import ablate, kit
@@ -178,10 +179,10 @@ def test_a_run_resumes_only_with_the_same_content_of_each_file_that_a_setting_na
     plan, own = settings(vars(prepare)), f"{tmp_path}/list"
     names = "robots", "reservations", "blocked", "agents", "decontaminate", "probes", "tokenizer"
     for name, path in [*product(names, (own, f"{tmp_path}/store")), ("tokenizer", f"bpe:{own}")]:
-        before = prepare.key_of(plan | {name: path}, [])
+        before = build.key_of(plan | {name: path}, [])
         for file in (tmp_path / "list", tmp_path / "store" / "list"):
             file.write_text(file.read_text() + "x")
-        assert prepare.key_of(plan | {name: path}, []) != before, (name, path)
+        assert build.key_of(plan | {name: path}, []) != before, (name, path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def test_tokens_have_the_log_probabilities_of_transformers_in_any_batch(sizes):
     """sizes: tokens of a window, and the first of them that is scored."""
     ours, theirs = models()
     windows = [(ids(n, high=512, seed=n).tolist(), min(first, n - 1)) for n, first in sizes]
-    for (row, first), found in zip(windows, evaluate.token_nats(ours, windows)):
+    for (row, first), found in zip(windows, scoring.token_nats(ours, windows)):
         logp = theirs(torch.tensor([row[:-1]])).logits[0].log_softmax(-1)[range(len(row) - 1), row[1:]]
         assert found == approx(-logp[first - 1 :].numpy(), rel=1e-3, abs=1e-4)
 

@@ -21,7 +21,7 @@ from corpora import BYTE, fill, kept, ledger, put, refuse, report, rows, streams
 import prepare
 import tokenizer
 from configurator import settings
-from corpus import folder, stages
+from corpus import build, folder, stages
 from corpus.dedup import fingerprint
 from data import read_meta
 from engine import files
@@ -159,7 +159,7 @@ def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writ
     plan = settings(vars(prepare)) | dict(blocked=f"{root}/list")
 
     def key(**changed):
-        return prepare.key_of(plan | changed, prepare.find([f"{root}/a.txt"])[0])
+        return build.key_of(plan | changed, build.find([f"{root}/a.txt"])[0])
 
     before = key()
     assert {name for name in plan if key(**{name: "other"}) == before} == {"workers", "dry_run"}

@@ -24,7 +24,7 @@ from torch.testing import assert_close
 
 import convert
 import tokenizer
-from chat import render, stop_ids
+from chat import CHAT, render, stop_ids
 from engine.files import read_json, read_text
 from model import rope_frequencies
 
@@ -232,7 +232,7 @@ def test_conversations_of_a_mini_and_of_1_5_are_those_of_ollamas_tests(hub, name
         "<SPECIAL_64><SPECIAL_65>Hello<SPECIAL_66><SPECIAL_67>"
     )
     theirs = transformers.AutoTokenizer.from_pretrained(convert.folder_of(name))
-    for i, control in enumerate(tokenizer.CHAT, 61) if name == OMNI else ():
+    for i, control in enumerate(CHAT, 61) if name == OMNI else ():
         text = text.replace(f"<SPECIAL_{i}>", control)
     assert found == theirs.encode(text, add_special_tokens=False)
 
@@ -269,6 +269,6 @@ def test_a_chat_template_is_known_by_its_tokens_or_its_hash_and_another_one_is_r
     (tmp_path / "other" / "chat_template.jinja").write_text("another")
     with pytest.raises(ValueError, match="a chat template that is not Apertus'"):
         tokenizer.load_for(folder).check_chat()
-    known = hashlib.sha256(b"another").hexdigest(), tokenizer.CHAT, "system"
+    known = hashlib.sha256(b"another").hexdigest(), CHAT, "system"
     monkeypatch.setattr(tokenizer, "FORMATS", [known])
     assert tokenizer.load_for(folder).system == "system"

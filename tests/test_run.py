@@ -1,17 +1,16 @@
 """engine/run.py with a loop of its own, as each script has one: a stop between two micro-batches, and what is saved."""
 
 import signal
-from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import same
 from trained import steps
 
-from ademamix import build_optimizer, optimizer_step
+from ademamix import build_optimizer
 from engine import restore, runs
 from engine.parallel import Ranks
-from engine.run import Run, StepInterrupted
+from engine.run import Run
 
 END = 4
 PARTS = torch.arange(42.0).view(3, 2, 7) / 42
@@ -33,20 +32,29 @@ def train(out, ask=lambda: None, at=None, resume=False):
         if checkpoint:
             restore.load(checkpoint[0], model, optimizer)
         run.begin(settings, END, checkpoint, flops_per_token=0)
-        with pytest.raises(StepInterrupted) if at and at[1] < len(PARTS) - 1 else nullcontext():
-            for step in run.steps():
-                loss = 0.0
-                for i, part in enumerate(run.micro_batches(model, PARTS)):
-                    if (step, i) == at:
-                        ask()
-                    part_loss = model(part + step).square().sum()
-                    part_loss.backward()
-                    loss += part_loss.item()
-                optimizer_step(optimizer, 0.1, 1.0, 0)
-                run.log.step(step, loss, run.step_seconds(), 42)
-                run.save_if_due(step + 1, model, optimizer)
+        loop(run, model, optimizer, ask, at)
         assert run.close(model, optimizer) == (run.done == END)
     return dict(model.named_parameters())
+
+
+def loop(run, model, optimizer, ask, at):
+    while run.done < run.end:
+        step = run.begin_step()
+        loss = 0.0
+        for i, part in enumerate(PARTS):
+            if run.agree().stop:
+                return
+            run.show_micro_batch(i, len(PARTS))
+            if (step, i) == at:
+                ask()
+            part_loss = model(part + step).square().sum()
+            part_loss.backward()
+            loss += part_loss.item()
+        optimizer.step(lr=0.1)
+        optimizer.zero_grad()
+        run.log.step(step, loss, run.step_seconds(), 42)
+        run.save_if_due(step + 1, model, optimizer)
+        run.end_step()
 
 
 def saved(out, step):

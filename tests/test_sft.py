@@ -117,7 +117,9 @@ def test_what_is_left_out_is_counted_by_kind_and_other_data_are_another_run(lab,
     reasons = f"2 {chat.ODD} (first in line 2 of rows.jsonl); 1 no assistant turn (first in line 3 of rows.jsonl)\n"
     few = "1 conversations, 1 step\nwarning: fewer than 20 steps hardly change a model: take --batch_size=1,"
     assert f"left out 3 of 4 conversations: {reasons}" in said and few in said
-    refused(script(*tuning(lab, tmp_path / "run", "--epochs=1", "--resume")), "is of another run: data_hash")
+    refused(
+        script(*tuning(lab, tmp_path / "run", "--epochs=1", "--resume")), "was trained with other settings: data_hash"
+    )
 
 
 def test_show_prints_bytes_as_text_and_what_is_learnt_in_green(lab, tmp_path):
