@@ -102,6 +102,43 @@ def test_a_window_over_ranks_has_the_loss_and_all_gradients_of_the_whole_one(lau
     assert codes == [0] * 4, text[-3000:]
 
 
+# A script for two ranks; an AssertionError fails the test.
+GATHERS = """
+import torch
+from tiny import small
+from torch.utils._python_dispatch import TorchDispatchMode
+from engine import sharding
+from engine.parallel import Ranks, distribute, orderly_exit
+
+class Gathers(TorchDispatchMode):
+    number = 0
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.number += "allgather" in str(op)
+        return op(*args, **(kwargs or {}))
+
+with orderly_exit():
+    ranks = Ranks("fsdp")
+    ranks.join("cpu", 60)
+    with torch.device("meta"):
+        model = small(n_layer=3)
+    distribute(model, ranks, "cpu")
+    sharding.draw(model, 1)
+    idx = torch.arange(64).view(2, 32)
+    for _ in range(2):
+        with Gathers() as gathers:
+            model.loss(idx, idx + 1).backward()
+        assert gathers.number == 8, gathers.number
+    ranks.leave()
+"""
+
+
+def test_a_micro_batch_gathers_the_embedding_and_the_head_once_and_each_block_twice(launch, tmp_path):
+    """By hand, for three blocks, in two steps: the head stays gathered until backward, which needs no embedding."""
+    (tmp_path / "gathers.py").write_text(GATHERS)
+    codes, text = launch(2, script=tmp_path / "gathers.py", logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
+
+
 # The launcher's number of processes, the flags, and words of the error.
 REFUSED = [
     (2, "--parallel=none", "2 processes were started and parallel=none is one"),
