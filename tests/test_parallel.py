@@ -3,7 +3,9 @@ engine/parallel.py, sequence.py, recompute.py and train.py on several processes:
 warm process (tests/faults/launch.py). Results of many ranks are compared with those of one process.
 """
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -234,19 +236,22 @@ runpy.run_path("train.py", run_name="__main__")
 def torchrun(tmp_path):
     """torchrun(script, *args): the documented line, on two ranks: its process, and a function that reads its log."""
     [line] = [line for line in Path(ROOT, "docs/scale.md").read_text().splitlines() if "configs/node.py" in line]
-    flags = line.partition("train.py")[0].replace("torchrun", "-m torch.distributed.run").replace("=8", "=2")
+    start_of_line = line.partition("train.py")[0].replace("=8", "=2").replace("out/node", f"{tmp_path}/run")
+    start_of_line = start_of_line.replace(" torchrun ", f" {sys.executable} -m torch.distributed.run ")
     started = []
 
     def start(script, *args):
         with open(tmp_path / "log", "w") as out:
-            command = [sys.executable, *flags.split(), script, *args]
+            command = [*start_of_line.split(), script, *args]
             env = os.environ | dict(PYTHONPATH=ROOT)
-            started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out))
+            how = dict(cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
+            started.append(subprocess.Popen(command, **how))
         return started[-1], (tmp_path / "log").read_text
 
     yield start
     for process in started:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -257,7 +262,7 @@ def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path, torchrun):
     while "10/" not in text():
         assert process.poll() is None, text()
         time.sleep(1)
-    process.terminate()
+    os.killpg(process.pid, signal.SIGTERM)  # and nothing starts it again
     process.wait(90)
     assert "stopped as asked after step" in text(), text()
     [saved] = steps(tmp_path / "run")
@@ -265,23 +270,23 @@ def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path, torchrun):
     assert done.returncode == 0 and steps(tmp_path / "run") == [saved, saved + 1]
 
 
-# The second rank dies in step 9, and after its restart in step 19.
+# The second rank dies in step 9, and once started again in step 19.
 DIES = """
 import os, runpy, signal
 from engine.run import Run
-def steps(self, steps=Run.steps):
-    for step in steps(self):
-        if self.ranks.rank == 1 and step == 9 + 10 * int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield step
-Run.steps = steps
+def begin_step(self, begin_step=Run.begin_step):
+    step = begin_step(self)
+    if self.ranks.rank == 1 and step in (9, 19) and not os.path.exists(f"{self.out}-died-{step}"):
+        open(f"{self.out}-died-{step}", "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step
+Run.begin_step = begin_step
 runpy.run_path("train.py", run_name="__main__")
 """
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_has_died(data, tmp_path, torchrun):
-    """Twice, and the run ends as if undisturbed."""
+def test_a_run_whose_rank_has_died_twice_ends_as_if_undisturbed(data, tmp_path, torchrun):
     how = "--exact --micro_batch=2 --total_samples=200"
     (tmp_path / "dies.py").write_text(DIES)
     train = arguments(data, tmp_path / "run", f"{how} --parallel=fsdp --resume")
