@@ -13,7 +13,6 @@ $ torchrun --nproc_per_node=8 --shutdown-timeout=600 --signals-to-handle=SIGTERM
 import torch
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from engine.placement import check_split
 from model import attend
 
 HEADS, POSITIONS = 1, 2            # dimensions of q, k and v
@@ -45,7 +44,6 @@ class WindowAttention:
 
 def split_attention(model, ranks):
     """Let the layers of a model attend to whole windows, of which each rank of a group holds 1/P."""
-    c = model.config
-    check_split("sequence_parallel", ranks.P, block_size=c.block_size, n_kv_head=c.n_kv_head)
+    ranks.check_window(model.config)
     for block in model.model.layers:
         block.self_attn.attend_across_ranks(WindowAttention(ranks))

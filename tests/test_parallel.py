@@ -60,7 +60,7 @@ def alone(train, data):
 @pytest.mark.parametrize(
     "ranks, args",
     [
-        (4, "--parallel=hsdp --hsdp_shard=2 --recompute=selective --sample_every=9"),
+        (4, "--parallel=hsdp --hsdp_shard=2 --micro_batch=2 --recompute=selective --sample_every=9"),
         (4, "--parallel=hsdp --hsdp_shard=2 --recompute=full --sequence_parallel=2 --micro_batch=2"),
     ],
 )
@@ -141,6 +141,52 @@ def test_a_micro_batch_gathers_the_embedding_and_the_head_once_and_each_block_tw
     assert codes == [0, 0], text[-2000:]
 
 
+# A script for four ranks; an AssertionError fails the test.
+SAVES = """
+import os, sys
+import safetensors
+import torch
+from engine import checkpoint, restore, sharding
+from engine.parallel import Ranks, distribute, orderly_exit
+from tiny import small
+
+opened, safe_open = [], safetensors.safe_open
+def counted(filename, **how):
+    opened.append(os.path.basename(filename))
+    return safe_open(filename, **how)
+safetensors.safe_open = counted
+
+with orderly_exit():
+    ranks = Ranks("hsdp", shard=2)
+    ranks.join("cpu", 60)
+    with torch.device("meta"):
+        model = small()
+    distribute(model, ranks, "cpu")
+    sharding.draw(model, 1)
+    tensors = checkpoint.tensors_of(model)
+    checkpoint.write(sys.argv[1], 1, tensors, {}, 1, 0, ranks.save_group)
+    path = f"{sys.argv[1]}/step-00000001"
+    files = {name[:11] for name in os.listdir(path) if name.startswith("shard")}
+    assert files == {"shard-00001", "shard-00002"}, files
+    before = [t.to_local().clone() for t in tensors.values()]
+    for p in model.parameters():
+        p.detach().to_local().zero_()
+    opened.clear()
+    restore.load(path, model, group=ranks.save_group)
+    assert all(t.to_local().equal(old) for t, old in zip(tensors.values(), before))
+    own = {f"shard-0000{1 + ranks.rank % 2}"}
+    assert ranks.is_main or {name[:11] for name in opened} == own, opened
+    ranks.leave()
+"""
+
+
+def test_one_copy_of_the_model_writes_a_checkpoint_and_one_rank_opens_all_its_files(launch, tmp_path):
+    """Two copies of two ranks: each rank but the first opens the files that hold its rows."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    codes, text = launch(4, tmp_path / "ckpt", script=tmp_path / "saves.py", logs=tmp_path / "log")
+    assert codes == [0] * 4, text[-2000:]
+
+
 # The launcher's number of processes, the flags, and words of the error.
 REFUSED = [
     (2, "--parallel=none", "2 processes were started and parallel=none is one"),
@@ -149,7 +195,7 @@ REFUSED = [
     (3, "--parallel=fsdp", "micro_batch=4 on each of 3 processes"),
     (4, "--parallel=hsdp --hsdp_shard=3", "hsdp_shard=3 does not divide processes=4: take a"),
     (4, "--parallel=fsdp --sequence_parallel=0", "sequence_parallel=0 does not divide"),
-    (4, "--parallel=fsdp --sequence_parallel=4", "sequence_parallel=4 does not divide n_kv_head=2: take"),
+    (4, "--parallel=fsdp --sequence_parallel=4 --n_kv_head=2", "sequence_parallel=4 does not divide n_kv_head=2: take"),
     (2, "--parallel=fsdp --sequence_parallel=2 --block_size=63", "does not divide block_size=63"),
     (2, "--parallel=fsdp --sequence_parallel=2 --exact", "sums over a split window round differently"),
 ]
