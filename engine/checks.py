@@ -54,7 +54,7 @@ def check_length(settings):
 def check_start(settings):
     """
     ValueError for adapters without a start model, or on matrices that are trained themselves. The values of `base`:
-    posttrain.start.check_base().
+    build.check_base().
     """
     lora_r, base = settings["lora_r"], settings["base"]
     if (lora_r or base != "fp32") and not settings["init_from"]:

@@ -29,11 +29,11 @@ from engine import restore
 from engine.checkpoint import seal_manifest
 from engine.memory import MODES, step_memory
 from engine.recompute import recompute_activations
-from posttrain import lora
 from schedule import Plan
 from studies.kit import read_rows
 from tools import plan as planner
 from train import MAY_CHANGE
+from weights import lora
 
 # ----------------------------------------------------------------------------------------------------------------------
 # resumed runs
