@@ -12,11 +12,10 @@ from conftest import ROOT, refused, script
 from lab import ADAPTERS, aligning, run
 from oracle import Plain
 from scipy import integrate
-from test_sft import SYSTEM, TOK, assistant, chat_row, user
+from test_sft import NO_TEXT, SYSTEM, TOK, assistant, chat_row, user
 from tiny import write_rows
 from trained import log
 
-import chat
 import convert
 from configurator import settings as settings_in
 from corpus import readers
@@ -259,7 +258,7 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path):
     good = chat_row(question) | dict(system="s")
     reasons = {
         "completions that are not a list of texts": good | dict(completions="no list"),
-        chat.ODD: chat_row(user(5)),
+        NO_TEXT: chat_row(user(5)),
         "its last message is not the user's": chat_row(user("a"), assistant("x")),
     }
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
