@@ -33,7 +33,7 @@ from chat import prompt_ids, stop_ids
 from configurator import run
 from engine.intervals import wilson
 from generate import generate
-from posttrain.references import sequence_logp
+from scoring import sequence_logp
 from studies import kit
 from studies.world import SAY, manner_of, mark
 from tokenizer import read_json
