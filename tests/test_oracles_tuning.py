@@ -32,7 +32,8 @@ import tokenizer
 from corpus import readers
 from data import permute
 from engine.files import write_json
-from posttrain import common, lora, qrpo
+from posttrain import common, qrpo
+from weights import lora
 
 
 def batches(n, batch_size, epochs):
