@@ -26,7 +26,7 @@ from engine.log import Log
 from engine.plot import entries
 from engine.recompute import recompute_activations
 from model import Apertus, ApertusConfig, Block
-from posttrain import lora
+from weights import lora
 
 # The learning rate is chaotic on purpose: small differences grow, and the text decides how fast. Goldfish with k = 2
 # drops half of the tokens, a different share on each rank. Clipping is off, as it would hide a wrong factor. SwiGLU:
