@@ -232,13 +232,13 @@ def opt_outs_consulted(report):
     robots, settings = report["robots"], [store["setting"] for store in report["stores"]]
     counts, missing = robots["hosts"], robots["missing"]
     hosts, unknown, several = counted(counts["seen"], "host"), counts["unknown"], counts["several"]
-    parts = ["robots.txt not consulted (--robots)", f"{' and '.join(FILES)} not consulted (--reservations)"]
+    parts = ["robots.txt not consulted (--robots)", f"{in_words(FILES)} not consulted (--reservations)"]
     if "robots" in settings:
         parts[0] = f"robots.txt of {counts['seen'] - unknown:,} of {hosts}"
         parts[0] += (f" ({unknown:,} unknown: not in the store or not fetched; --missing={missing} "
                      f"{'keeps' if missing == 'allow' else 'removes'} their pages)") * (unknown > 0)
     if "reservations" in settings:
-        parts[1] = " and ".join(f"{file} of {n:,}" for file, n in robots["reservations"].items()) + f" of {hosts}"
+        parts[1] = in_words([f"{file} of {n:,}" for file, n in robots["reservations"].items()]) + f" of {hosts}"
     if "blocked" in settings:
         parts.append("the list of --blocked")
     of_documents = counted(report["total"]["documents_in"], "document")
@@ -249,6 +249,11 @@ def opt_outs_consulted(report):
     marks = [f"{counted(mark['documents'], 'document')} of {counted(len(mark['hosts']), 'host')}: {MARKS[name]}"
              for name, mark in robots.get("marks", {}).items() if mark["documents"]]
     return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0) + marks
+
+
+def in_words(names):
+    """A list in a sentence: a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def counted(n, noun):

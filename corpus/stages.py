@@ -643,8 +643,9 @@ def opt_outs_of(work):
 
 
 def described_stores(plan):
-    """[{setting, path, sha256}] of the stores of a plan, a dict."""
-    return [dict(setting=name, path=plan[name], sha256=sha256_of_store(plan[name])) for name in STORES if plan[name]]
+    """[{setting, path, sha256}] of the stores of a plan, a dict, that exist."""
+    paths = {name: plan[name] for name in STORES if plan[name] and os.path.exists(plan[name])}
+    return [dict(setting=name, path=path, sha256=sha256_of_store(path)) for name, path in paths.items()]
 
 
 def sha256_of_store(path):
