@@ -56,6 +56,7 @@ USAGE = ("content-usage", "content-signal", "usage-pref")
 UNKNOWN = {
     "unread": "headers or <meta> that cannot be read",
     "tdm-unread": "the host's tdmrep.json cannot be read",
+    "ai-unread": "the host's ai.txt cannot be read",
     "rsl-unknown": "names an RSL licence that the store does not have, or that cannot be read",
 }
 # {mark: its text after a number of documents}.
@@ -80,20 +81,17 @@ def refusal(doc, robots=None, reservations=None):
 
 def judge_document(doc, robots=None, reservations=None):
     """(refusal(), the set of MARKS and of "known" headers or <meta> of the document)."""
-    robots = robots or {}
-    page, site = statements(doc), site_key(doc.get("url"))
-    files = versions_of(robots.get("store"), site)
+    settings, url, page = dict(robots or {}), doc.get("url"), statements(doc)
+    files = versions_of(settings.pop("store", None), site_key(url))
     marks = {page.state} - {"none"}
     if any(map(has_unread_rules, files)):
         marks.add("cut")
-    kept, reason, by_older = dated_verdict(doc.get("url"), **robots)
-    if by_older:
-        marks.add("older")
+    kept, reason, by_older = dated_verdict(url, files, **settings)
     if not kept:
-        return reason, marks
-    reason, others = reserved(doc.get("url"), page, reservations, robots.get("agents", AGENTS), files)
+        return reason, marks | {"older"} if by_older else marks
+    reason, others = reserved(url, page, reservations, settings.get("agents", AGENTS), files)
     marks |= others
-    if not reason and robots.get("missing") == "deny":
+    if not reason and settings.get("missing") == "deny":
         reason = next((mark for mark in UNKNOWN if mark in marks), None)
     return reason, marks
 
@@ -119,9 +117,11 @@ def reserved(url, page, store, agents, robots_files):
     tdmrep, ai_txt, licences = (store.get(file) for file in FILES)
     reason, marks = mining_reservation(url, page, versions_of(tdmrep, site))
     if not reason:
-        refusals = (ai_txt_refusal(file, split_url(url)[1], agents) for file in versions_of(ai_txt, site))
-        reason, by_older = first_of(refusals)
+        files = versions_of(ai_txt, site)
+        reason, by_older = first_of(ai_txt_refusal(file, split_url(url)[1], agents) for file in files)
         marks |= {by_older} - {""}
+        if not reason and None in map(parse_robots, files):
+            marks.add("ai-unread")
     if not reason:
         reason, others = licence_refusal(url, page, licences, robots_files)
         marks |= others
@@ -242,7 +242,7 @@ def licence_refusal(url, page, store, robots_files):
     host, path = split_url(url)
     site = site_key(url)
     if not host:
-        return None, set()
+        return None, {"rsl-unknown"} if page.links else set()
     lines = [line for file in map(parse_robots, robots_files) if file for line in file.licences]
     named = {key_of_link(f"//{site}/robots.txt", line) for line in lines}
     named |= {key_of_link(url, link) for link in page.links}

@@ -100,11 +100,14 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explici
     missing: 'allow' (Apertus kept these pages; RFC 9309 sec. 2.3.1.4 disallows all of a host whose file could not be
     fetched) or 'deny' (keep only URLs that a robots.txt allows); any other value is a ValueError.
     """
-    return dated_verdict(url, store, agents, missing, blocked, explicit)[:2]
+    return dated_verdict(url, versions_of(store, site_key(url)), agents, missing, blocked, explicit)[:2]
 
 
-def dated_verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explicit=False):
-    """verdict(), and whether an older file of the site refuses the URL, which the newest one does not refuse."""
+def dated_verdict(url, files, agents=AGENTS, missing="allow", blocked=(), explicit=False):
+    """
+    verdict() by the files of the URL's site, the newest first; and whether an older one refuses the URL, which the
+    newest does not.
+    """
     if missing not in ("allow", "deny"):
         raise ValueError(f"missing={missing!r}: want 'allow' (keep pages whose robots.txt is unknown) or 'deny'")
     # a.example.com is blocked by its own name, by example.com, and by com.
@@ -113,7 +116,7 @@ def dated_verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), e
         entry = entry.partition(".")[2]
     if entry:
         return False, f"blocked-domain:{entry}", False
-    newest, *older = versions_of(store, site_key(url)) or [None]
+    newest, *older = files or [None]
     kept, reason = may_train_on(url, newest, agents, explicit)
     for file in older if kept else ():
         allows, refusal = may_train_on(url, file, agents, explicit)
@@ -186,14 +189,14 @@ _LINE = re.compile(r"""(?ix) [\r\n] [ \t]*
     (?: (?P<agent> user [ -]? agent )
       | (?P<allow> allow )
       | (?P<usage> content-usage | content-signal | usage-pref )
-      | (?P<license> license (?= [ \t]* : [ \t]* (?: https?: )? / ) )
+      | (?P<license> license (?= [ \t]* : [ \t]* (?: [^\s#]* / | [^\s#]+ \.xml ) ) )
       | dis+al+ow | disallaw | diasllow )
     (?: [ \t]* : | [ \t] ) (?P<value> [^#\r\n]* )""")
 # Not a robots.txt: a web page, or text other than comments without any line about agents, sitemaps or training.
 _OTHER = re.compile(r"""(?isx) \s* <
     | (?! .* [\r\n] [ \t]* (?: (?: user [ -]? agent | sitemap ) [ \t:]
                              | (?: content-usage | content-signal | usage-pref ) [ \t]* :
-                             | license [ \t]* : [ \t]* (?: https?: )? / ) )
+                             | license [ \t]* : [ \t]* (?: [^\s#]* / | [^\s#]+ \.xml ) ) )
       .* [\r\n] [ \t]* [^#\s]""")
 # "CCBot/2.0 (https://...)" -> "CCBot"
 _TOKEN = re.compile(r"\*(?!\S)|[A-Za-z0-9_.-]+")
@@ -324,8 +327,8 @@ def main():
 def print_verdict(url, site, store):
     """Print whether each agent may read a URL by its site's robots.txt, and by which rule; then the verdict."""
     agents = AGENTS[:-1] if explicit else AGENTS
-    kept, reason, by_older = dated_verdict(url, store, agents, missing, explicit=explicit)
     files = store.versions(site)
+    kept, reason, by_older = dated_verdict(url, files, agents, missing, explicit=explicit)
     if not files:
         why = f"{robots} has no robots.txt of {site}" if robots else "no robots.txt was named (--robots)"
         print(f"unknown: {why}; prepare.py --missing={missing} {'keeps' if kept else 'removes'} it")

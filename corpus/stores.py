@@ -186,7 +186,8 @@ def as_bytes(content, domain):
 def dated(date, domain):
     """The digits of a date, in their order: 2026-01-31 -> 20260131. "" without a date. ValueError for another text."""
     digits = re.sub(r"\D", "", str(date))
-    if date in (None, ""):
+    # NaN is not equal to itself.
+    if date in (None, "") or date != date:
         return ""
     if len(digits) < 8:
         raise ValueError(f"the file of {domain} has the date {date!r}: want a date such as 2026-01-31")

@@ -683,6 +683,7 @@ NAMED = """
 {"robots": "License: https://l.org/a.xml"} | https://l.org/a.xml
 {"robots": "User-agent: *\\nLICENSE : /rsl\\nDisallow: /z"} | https://a.org/rsl
 {"robots": "License: //l.org/b?id=1"} | https://l.org/b?id=1
+{"robots": "License: license.xml # ours"} | https://a.org/license.xml
 {"headers": {"Link": "<https://l.org/a>; rel=\\"license\\"; type=\\"application/rsl+xml\\""}} | https://l.org/a
 {"headers": {"Link": "</a.css>; rel=preload, <l.xml>; rel=license"}} | https://a.org/b/l.xml
 {"Link": "</rsl>; rel=\\"license nofollow\\""} | https://a.org/rsl
@@ -749,6 +750,13 @@ def test_what_cannot_be_read_is_unread_and_not_known(said):
     doc = json.loads(said) | dict(url="https://a.org/x")
     assert judge_document(doc) in [(None, {"unread"}), (None, {"unread", "known"})]
     assert refusal(doc, dict(store={"a.org": ""}, missing="deny")) == "unread"
+
+
+def test_an_ai_txt_that_is_none_and_a_licence_of_a_page_without_a_url_are_unknown():
+    store = {"ai.txt": {"a.org": "Please do not train on us."}}
+    assert judge_document(dict(url="a.org/x"), None, store) == (None, {"ai-unread"})
+    assert refusal(dict(url="a.org/x"), dict(store={"a.org": ""}, missing="deny"), store) == "ai-unread"
+    assert judge_document(dict(url=None, links=[["license", "https://a.org/rsl.xml"]])) == (None, {"rsl-unknown"})
 
 
 def test_a_tdmrep_json_that_cannot_be_read_is_unknown():
