@@ -25,8 +25,9 @@ from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish, shards_of, write_shard
 from corpus.ledger import FILE, changed, names_in, names_of, normalized_host, normalized_url, rows_of, write_ledger
 from corpus.report import added, counted, verify, write_report
-from corpus.robots import open_robots, refusal
+from corpus.reservations import refusal
 from corpus.stages import sha256_of_store
+from corpus.stores import open_robots
 
 # Entries of a list that one line of the terminal names, and characters of each.
 LISTED, LENGTH = 10, 100
