@@ -17,7 +17,7 @@ from numpy.lib.format import open_memmap
 from tqdm import tqdm
 
 from corpus.folder import shards_of
-from corpus.ledger import FILE, NUMBERS, PII, ledger, rows_of
+from corpus.ledger import FILE, NUMBERS, PII, ledger, ledger_rows
 from corpus.robots import FILE_STATES, FILES, RESERVED, file_state, host_key
 from corpus.rules import RULES
 from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
@@ -128,7 +128,7 @@ def hosts_of(folder, store, reservations):
     store: open_robots(path) or None. reservations: open_reservations(path) or None.
     """
     hosts, lost = set(), {}
-    for row in rows_of(folder, ["url", "reason", "bytes"]):
+    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
         host = host_key(row["url"])
         hosts.add(host)
         if host and row["reason"].partition(":")[0] in OPT_OUTS:
@@ -193,7 +193,7 @@ def write_report(folder, vocabulary, shards, provenance):
 
 def count_without_url(folder):
     """How many kept documents have no URL, so that no opt-out of a host was consulted for them."""
-    rows = rows_of(folder, ["url", "reason", "bytes"])
+    rows = ledger_rows(folder, ["url", "reason", "bytes"])
     return sum(row["bytes"] > 0 and not row["reason"] and not host_key(row["url"]) for row in rows)
 
 
