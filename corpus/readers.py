@@ -467,6 +467,14 @@ def records(path, columns=(), errors="surrogateescape"):
             yield row
 
 
+def lines_of(path, comments=False):
+    """Yield (number from 1, text) of each line of a file of text that is not empty. comments: as in rows_of()."""
+    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
+        text = (re.split(r"(?:^|\s)#", line)[0] if comments else line).strip()
+        if text:
+            yield number, text
+
+
 def rows_of(path, *columns, comments=False, errors="surrogateescape", wrong=(), last=None):
     """
     Yield a list for each row of a file: for each entry of columns, a tuple of names, the value of the first that the
@@ -478,10 +486,7 @@ def rows_of(path, *columns, comments=False, errors="surrogateescape", wrong=(), 
     None, ends the list.
     """
     if kind_of(path) in (None, "text"):
-        for line in read_text(path).removeprefix("\ufeff").split("\n"):
-            text = (re.split(r"(?:^|\s)#", line)[0] if comments else line).strip()
-            if text:
-                yield [text]
+        yield from ([line] for _, line in lines_of(path, comments))
         return
     for row in records(path, {*wrong, last, *itertools.chain(*columns)}, errors):
         for key in filter(row.__contains__, wrong):

@@ -17,7 +17,7 @@ from numpy.lib.format import open_memmap
 from tqdm import tqdm
 
 from corpus.folder import shards_of
-from corpus.ledger import FILE, NUMBERS, PII, ledger, rows_of
+from corpus.ledger import FILE, NUMBERS, PII, ledger, ledger_rows
 from corpus.readers import counts_of
 from corpus.reservations import MARKS, RESERVED, UNKNOWN
 from corpus.robots import FILE_STATES, file_state
@@ -133,7 +133,7 @@ def hosts_of(folder, store, reservations):
     store: open_robots(path) or None. reservations: open_reservations(path) or None.
     """
     hosts, lost = set(), {}
-    for row in rows_of(folder, ["url", "reason", "bytes"]):
+    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
         host = site_key(row["url"])
         hosts.add(host)
         if host and row["reason"].partition(":")[0] in OPT_OUTS:
@@ -198,7 +198,7 @@ def write_report(folder, vocabulary, shards, provenance):
 
 def count_without_url(folder):
     """How many kept documents have no URL, so that no opt-out of a host was consulted for them."""
-    rows = rows_of(folder, ["url", "reason", "bytes"])
+    rows = ledger_rows(folder, ["url", "reason", "bytes"])
     return sum(row["bytes"] > 0 and not row["reason"] and not host_key(row["url"]) for row in rows)
 
 

@@ -224,7 +224,7 @@ def blocked_domains(path):
     """
     rows = rows_of(str(path), ("domain",), comments=True, wrong=["content", "robots"])
     hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows]
-    wrong = [domain for host, domain in hosts if "." not in host or "/" in domain]
+    wrong = [domain for host, domain in hosts if "." not in host or "/" in domain or "@" in domain]
     if wrong or not hosts:
         raise ValueError(f"{path}: want a domain in each line, or a column 'domain', not {wrong or 'an empty file'}")
     return frozenset(host.removeprefix("www.") for host, _ in hosts)
