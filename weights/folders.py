@@ -9,7 +9,8 @@ from engine import restore
 from engine.files import in_one_line
 from engine.runs import config_of, settings_of
 from model import ApertusConfig
-from tokenizer import TEMPLATE, load_for
+from tokenizer import load_for
+from tokenizer_json import TEMPLATE
 from weights.config import config_from_hf
 
 

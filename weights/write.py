@@ -15,7 +15,8 @@ from chat import stop_ids
 from data import first_folder
 from engine.files import flush, make_folder, read_json, replace_folder, restore_folder, write_json
 from engine.hardware import pick_dtype
-from tokenizer import hf_files, load_for
+from tokenizer import load_for
+from tokenizer_json import hf_files
 from weights.config import config_to_hf
 from weights.folders import shape_in, weights_in
 from weights.lora import merge_adapters
