@@ -9,7 +9,9 @@ CHOICES = dict(
     loss_average=["step", "micro"],
     schedule=["wsd", "cosine"],
     optimizer=["ademamix", "adamw"],
-    state_dtype=["float32", "bfloat16"])
+    state_dtype=["float32", "bfloat16"],
+    too_long=["drop", "cut"])
+LORA_ALPHA = 32.0           # the default of train.py, SFT and QRPO
 NOT_NEGATIVE = [
     "eval_every", "eval_windows", "last_eval_windows", "sample_every", "checkpoint_every", "checkpoint_minutes",
     "keep_checkpoints", "grad_clip", "batch_ramp_at", "alpha_warmup", "lr", "min_lr", "weight_decay", "hsdp_shard",
@@ -38,6 +40,9 @@ def check_values(settings):
     if settings["optimizer"] == "adamw" and settings["state_dtype"] == "bfloat16":
         raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
                          "use --optimizer=ademamix, or leave state_dtype out")
+    if settings["lora_alpha"] != LORA_ALPHA and not settings["lora_r"]:
+        raise ValueError(f"lora_alpha={settings['lora_alpha']} scales adapters, and this run has none: "
+                         "give them a rank, --lora_r=16, or leave lora_alpha out")
 
 
 def check_length(settings):

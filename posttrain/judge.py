@@ -28,7 +28,6 @@ $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:MODEL,my.md
 $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:http://localhost:8000/v1#NAME,my.md
 """
 
-import ast
 import functools
 import glob
 import hashlib
@@ -44,7 +43,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from chat import DATE, content_of
-from engine.files import in_one_line, read_text, sha256, sha256_of
+from engine.files import read_text, sha256, sha256_of
 from weights.folders import folder_of, weights_in
 from weights.read import load_for_inference
 
@@ -281,38 +280,12 @@ def hash_of(files, name=""):
     return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]
 
 
-def with_imports(path):
+def charter_hash(spec):
     """
-    A script and the modules of its own folder that it imports, and that these import: a list of paths.
-
-    Of an imported package, all its files. ValueError, one line: one of them is not Python.
+    A hash that identifies the rewards of charter:SPEC, wherever its files are: of the judge's files or address, the
+    charter and our prompts.
     """
-    files = [path]
-    for file in files:                                     # it grows
-        with in_one_line(file):
-            tree = ast.parse(read_text(file))
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            for name in names:
-                module = os.path.join(os.path.dirname(path), name.partition(".")[0])
-                found = [f"{module}.py", *sorted(glob.glob(f"{glob.escape(module)}/**/*.py", recursive=True))]
-                files += [name for name in found if os.path.isfile(name) and name not in files]
-    return files
-
-
-def reward_hash(spec):
-    """
-    A hash that identifies the rewards of --rewards, wherever its files are; "" for none.
-
-    For a function: of its name, its file and the modules beside it that this one imports, but not of data that they
-    read. For a judge: of its files or address, the charter and our prompts.
-    """
-    path, _, rest = spec.partition(":")
-    if path != "charter":
-        return hash_of(with_imports(path), rest or "reward") if spec else ""
-    model, charter = parse_spec(rest)
+    model, charter = parse_spec(spec)
     if "://" not in model:
         path = glob.escape(weights_in(folder_of(model)))
         model = hash_of(glob.glob(f"{path}/manifest.json") or sorted(glob.glob(f"{path}/*")))

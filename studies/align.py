@@ -42,7 +42,7 @@ from configurator import run
 from engine.files import read_json
 from generate import generate
 from posttrain.losses import beta_log_z, correlation, quantile
-from posttrain.references import sequence_logp
+from scoring import sequence_logp
 from studies import kit
 from weights.read import load_any
 

@@ -34,7 +34,7 @@ from configurator import run
 from engine.files import read_json
 from engine.intervals import wilson
 from generate import generate
-from posttrain.references import sequence_logp
+from scoring import sequence_logp
 from studies import kit
 from studies.world import SAY, manner_of, mark
 from weights.read import load_any

@@ -12,16 +12,15 @@ from conftest import ROOT, refused, script
 from lab import ADAPTERS, aligning, run
 from oracle import Plain
 from scipy import integrate
-from test_sft import SYSTEM, TOK, assistant, chat_row, user
+from test_sft import NO_TEXT, SYSTEM, TOK, assistant, chat_row, user
 from tiny import write_rows
 from trained import log
 
-import chat
 import convert
 from configurator import settings as settings_in
 from corpus import readers
 from engine.files import read_json
-from posttrain import common, losses, qrpo, references
+from posttrain import common, losses, qrpo, references, rewards
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/preference_losses.json")
 END = TOK.special["<|assistant_end|>"]
@@ -259,7 +258,7 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path):
     good = chat_row(question) | dict(system="s")
     reasons = {
         "completions that are not a list of texts": good | dict(completions="no list"),
-        chat.ODD: chat_row(user(5)),
+        NO_TEXT: chat_row(user(5)),
         "its last message is not the user's": chat_row(user("a"), assistant("x")),
     }
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
@@ -302,7 +301,19 @@ def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want
     (tmp_path / "r.py").write_text(f"def {signature}:\n    return {body}\n")
     parts = [dict(type="text", text=part) for part in ("sec", "ond")]
     row = chat_row(user("first"), assistant("x"), user(parts), gold=7)
-    assert list(references.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
+    assert list(rewards.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
+
+
+def test_a_reward_imports_the_modules_beside_it_but_none_with_a_name_of_ours(tmp_path):
+    (tmp_path / "length_of_it.py").write_text("def length(text): return len(text)")
+    (tmp_path / "model.py").write_text("def length(text): return -1")
+    for name in "length_of_it", "model":
+        (tmp_path / f"{name}_r.py").write_text(
+            f"def reward(prompt, completion):\n    from {name} import length\n    return length(completion)"
+        )
+    assert rewards.load_reward(f"{tmp_path}/length_of_it_r.py", "cpu")(chat_row(user("q")), ["yes", "a"]) == [3, 1]
+    with pytest.raises(ValueError, match="it would import model.py of this project"):
+        rewards.load_reward(f"{tmp_path}/model_r.py", "cpu")
 
 
 def test_another_reward_and_equal_ones_are_errors(lab, tmp_path):
