@@ -155,28 +155,40 @@ def parse(path):
     text_config = read_optional(folder, "config.json").get("text_config") or {}
     n_text = text_config.get("output_vocab_size") or math.inf
     control = [name for name in added.keys() | (vocab.keys() & MOVED) if id_of[name] < n_text]
-    # Of Apertus' own control tokens only IN_TEXT, whatever the file says.
-    in_text = {name for name in added.keys() & control
-               if name in IN_TEXT or not (name in SPECIAL or added[name].get("special"))}
+    in_text = {name for name in added.keys() & control if is_in_text(name, added)}
     check_same_ids(path, content, settings, spelled, pieces, in_text)
 
-    # The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>. Their conversations use the ids of
-    # Apertus' chat tokens, but not the names.
-    is_mini = [id_of.get(name) for name in RESERVED] == [*range(61, 73)] and not id_of.keys() & {*chat.CHAT}
-    renamed = dict(zip(RESERVED, chat.CHAT)) if is_mini else {}
-    # By name, not by the ids in config.json: a Mini's says pad_token_id 3, which is [INST].
-    ends = [settings.get(key) or default for key, default in ENDS.items()]
-    ends = [end["content"] if isinstance(end, dict) else end for end in ends]
+    names = mini_names(id_of)
     system, foreign = chat_format(folder, settings.get("chat_template"))
     return Vocabulary(
         name=f"bpe:{path}",
         pieces=pieces,
-        special={renamed.get(name, name): id_of[name] for name in sorted(control, key=id_of.get)},
+        special={names.get(name, name): id_of[name] for name in sorted(control, key=id_of.get)},
         ids=[vocab[spelling] for spelling in spelled],
         in_text=in_text,
-        ends=[renamed.get(end, end) for end in ends],
+        ends=[names.get(end, end) for end in ends_in(settings)],
         system=settings.get("default_system", system),
         foreign=foreign)
+
+
+def is_in_text(name, added):
+    """Whether text can produce an added token: one that is not special; of Apertus' control tokens only IN_TEXT."""
+    return name in IN_TEXT or not (name in SPECIAL or added[name].get("special"))
+
+
+def mini_names(id_of):
+    """
+    {name: Apertus' name} of the chat tokens of a Mini; {} for another model. The Minis have Mistral-Nemo's control
+    tokens: id 3 is [INST], id 10 <pad>. Their conversations use the ids of Apertus' chat tokens, but not the names.
+    """
+    is_mini = [id_of.get(name) for name in RESERVED] == [*range(61, 73)] and not id_of.keys() & {*chat.CHAT}
+    return dict(zip(RESERVED, chat.CHAT)) if is_mini else {}
+
+
+def ends_in(settings):
+    """The names of bos, eos and pad in a tokenizer_config.json. (The ids in config.json err: a Mini's pad is [INST].)"""
+    ends = [settings.get(key) or default for key, default in ENDS.items()]
+    return [end["content"] if isinstance(end, dict) else end for end in ends]
 
 
 def read_optional(folder, file):
