@@ -47,6 +47,12 @@ def byte_letters():
     return {b: chr(b) if chr(b).isprintable() and chr(b) != " " else next(free) for b in range(256)}
 
 
+def pieces_of(spelled):
+    """The byte strings that are spelled in these letters."""
+    byte = {letter: bytes([b]) for b, letter in byte_letters().items()}
+    return [b"".join(byte[letter] for letter in spelling) for spelling in spelled]
+
+
 def merges_of(spelled):
     """
     The list of merges that a byte-level BPE of these pieces (str, by rank) has in Hugging Face's format: all pairs of
@@ -149,8 +155,7 @@ def parse(path):
     id_of = vocab | {name: token["id"] for name, token in added.items()}
 
     spelled = sorted(vocab.keys() - added.keys() - MOVED, key=vocab.get)
-    byte = {letter: bytes([b]) for b, letter in byte_letters().items()}
-    pieces = [b"".join(byte[letter] for letter in spelling) for spelling in spelled]
+    pieces = pieces_of(spelled)
     # Apertus 1.5 has the ids of pictures and sound behind those of text.
     text_config = read_optional(folder, "config.json").get("text_config") or {}
     n_text = text_config.get("output_vocab_size") or math.inf
@@ -186,7 +191,7 @@ def mini_names(id_of):
 
 
 def ends_in(settings):
-    """The names of bos, eos and pad in a tokenizer_config.json. (The ids in config.json err: a Mini's pad is [INST].)"""
+    """The names of bos, eos and pad in a tokenizer_config.json. (In a Mini's config.json the id of pad is [INST]'s.)"""
     ends = [settings.get(key) or default for key, default in ENDS.items()]
     return [end["content"] if isinstance(end, dict) else end for end in ends]
 
