@@ -529,7 +529,7 @@ def find_vocabulary(number, work):
             return dict(name=tok.name)
         # A document ends with </s>, also if the vocabulary is of a chat model, whose eos ends a turn.
         tok.eos = tok.special.get("</s>", tok.eos)
-        tokenizers.write_bpe(tok, path)
+        tokenizers.write_vocabulary(tok, path)
     else:
         tokenizers.train_bpe(text_for_vocabulary(work), work.plan.train_bpe, path)
     return dict(name=path)
