@@ -36,10 +36,13 @@ import json
 import math
 import os
 import re
+import runpy
+import sys
 import time
 import urllib.request
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import PathFinder
 
 import torch
 
@@ -299,6 +302,22 @@ def with_imports(path):
                 found = [f"{module}.py", *sorted(glob.glob(f"{glob.escape(module)}/**/*.py", recursive=True))]
                 files += [name for name in found if os.path.isfile(name) and name not in files]
     return files
+
+
+def run_script(path):
+    """
+    The names that a Python file defines. As when Python runs it, it imports modules from its own folder, but after
+    those of this project and of packages: ValueError if one of these has the name of a module beside it.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    for file in with_imports(path)[1:]:
+        name = os.path.relpath(file, os.path.dirname(path) or ".").split(os.sep)[0].removesuffix(".py")
+        spec = PathFinder.find_spec(name)
+        if spec and spec.origin and os.path.dirname(os.path.abspath(spec.origin)) not in (folder, f"{folder}/{name}"):
+            raise ValueError(f"it imports {name}, and {spec.origin} comes before the file beside it: rename that file")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return runpy.run_path(path)
 
 
 def reward_hash(spec):
