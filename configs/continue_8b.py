@@ -23,7 +23,7 @@
 # To stay closer to the start model, keep the learning rate at the floor of pretraining, as Apertus' own long-context
 # stages did: --lr=1.1e-5 --min_lr=1.1e-5 and 150 steps of warm-up.
 #
-# On one GPU: --lora_r=64 --base=bf16 --recompute=full trains adapters alone (posttrain/lora.py). Over billions of
+# On one GPU: --lora_r=64 --base=bf16 --recompute=full trains adapters alone (weights/lora.py). Over billions of
 # tokens they learn less and forget less than all weights do (Biderman et al., arXiv 2405.09673), and need another
 # learning rate.
 out = "out/continue_8b"

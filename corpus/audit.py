@@ -31,9 +31,10 @@ from corpus.ledger import names_in, names_of, rows_of
 from corpus.pii import scrub_pii
 from corpus.readers import kind_of
 from corpus.report import counted, described, verify
-from data import StagedDataset, Stream, TokenDataset, first_folder, started_stages
+from data import StagedDataset, Stream, TokenDataset, first_folder
 from engine.files import in_one_line, read_text
 from engine.plot import entries
+from engine.restore import started_stages
 from engine.runs import settings_of
 from tokenizer import load_for
 

@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 from engine import hardware
 from engine.files import flush, make_folder, sha256, sha256_of, write_flushed
-from engine.parallel import launched, local
+from engine.parallel import local
+from engine.placement import launched
 
 # DCP warns if there is no process group, but a single process needs none.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

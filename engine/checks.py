@@ -18,10 +18,10 @@ NOT_NEGATIVE = [
     "timeout", "minutes"]
 
 
-def check_settings(settings, by_clock):
-    """ValueError, one line, for a setting that cannot work. settings: all, a dict; by_clock: minutes end it."""
+def check_settings(settings):
+    """ValueError, one line, for a setting of train.py that cannot work. settings: all, a dict."""
     check_values(settings)
-    check_length(settings, by_clock)
+    check_length(settings)
     check_start(settings)
     if not 0 <= settings["distill"] <= 1:
         raise ValueError(f"distill={settings['distill']}: want the teacher's share of the loss, between 0 and 1")
@@ -45,11 +45,11 @@ def check_values(settings):
                          "give them a rank, --lora_r=16, or leave lora_alpha out")
 
 
-def check_length(settings, by_clock):
+def check_length(settings):
     """ValueError if the run has no first step, or minutes cannot find its end."""
     total, minutes = settings["total_samples"], settings["minutes"]
     finds_its_end = settings["schedule"] == "wsd" and settings["decay_samples"] < total and not settings["stage"]
-    if by_clock and not (finds_its_end and minutes < math.inf):
+    if minutes and not (finds_its_end and 0 < minutes < math.inf):
         raise ValueError(f"minutes={minutes:g} finds the end of a run while it trains: it wants a positive number, "
                          "schedule=wsd, a decay shorter than total_samples, and no stage; --minutes=0 counts samples")
     if total < settings["batch_size"]:
@@ -59,7 +59,7 @@ def check_length(settings, by_clock):
 def check_start(settings):
     """
     ValueError for adapters without a start model, or on matrices that are trained themselves. The values of `base`:
-    posttrain.start.check_base().
+    build.check_base().
     """
     lora_r, base = settings["lora_r"], settings["base"]
     if (lora_r or base != "fp32") and not settings["init_from"]:

@@ -13,7 +13,7 @@ $ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-
 import torch
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from engine.parallel import check_split
+from engine.placement import check_split
 from model import attend
 
 HEADS, POSITIONS = 1, 2            # dimensions of q, k and v

@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 
-from chat import as_prompt, describe_dropped, learnable, prompt_ids
+from chat import OddRow, as_prompt, conversation, describe_dropped, has_thoughts, learnable, prompt_ids
 from posttrain.conversations import first_rows, sources_of
 from posttrain.references import Prompt, read_prompts
 
@@ -40,7 +40,8 @@ def read_data(tok, settings):
         prompts, dropped = read_prompts(tok, settings)
         read = {"completions"} if settings["rewards"] else {"completions", "rewards", "ref_rewards"}
     for prompt in prompts:
-        if ignored := sorted(JUDGED & prompt.row.keys() - read):
+        filled = {key for key, value in prompt.row.items() if value is not None}
+        if ignored := sorted(JUDGED & filled - read):
             reader = f"--rewards={settings['rewards']}" if settings["rewards"] else f"--loss={settings['loss']}"
             raise ValueError(f"{settings['data']}, {prompt.place}: with {reader} the column {ignored[0]} would be "
                              f"ignored (read: {', '.join(sorted(read))}): remove it, or choose other settings")
@@ -52,13 +53,12 @@ def check_pair_settings(settings):
     if settings["loss"] not in ("dpo", "simpo"):
         raise ValueError(f"{settings['data']} has chosen and rejected answers without rewards, from which "
                          f"--loss={settings['loss']} cannot learn: take --loss=dpo or --loss=simpo")
-    for name, value in dict(rewards="", ties="le").items():
-        if settings[name] != value:
-            raise ValueError(f"{name}={settings[name]}: {settings['data']} has chosen and rejected answers, which it "
-                             f"would ignore: leave {name} out")
-    if settings["pairs"] == "best":
-        raise ValueError(f"pairs=best picks answers by their quantiles, and {settings['data']} has given pairs: leave "
-                         "pairs out")
+    if settings["rewards"]:
+        raise ValueError(f"rewards={settings['rewards']}: {settings['data']} has chosen and rejected answers, which it "
+                         "would ignore: leave rewards out")
+    if settings["pairs"] == "best" or settings["ties"] == "discrete":
+        raise ValueError(f"pairs=best and ties=discrete read the rewards of references, and {settings['data']} has "
+                         "chosen and rejected answers without them: leave pairs and ties out")
 
 
 def count_repeated(prompts):
@@ -88,22 +88,30 @@ def pair_ids(tok, row):
     if isinstance(messages, str):
         return messages
     prompt, *answers = messages
-    rows = [row | dict(messages=[*prompt, *answer]) for answer in answers]
-    wholes = [learnable(tok, whole, math.inf) for whole in rows]
-    for key, whole in zip(("chosen", "rejected"), wholes):
-        if isinstance(whole, str):
-            return f"{key}: {whole}"
-    thinking = row.get("thinking")
-    if thinking is None:                                   # the same prompt for both, if one of them has thoughts
-        thinking = any(tok.id_of("<|inner_prefix|>") in ids for ids, _ in wholes)
-    ids = prompt_ids(tok, row | dict(messages=prompt, thinking=thinking))
+    # The same prompt for both: it says that deliberation is enabled if one of them has thoughts.
+    row = row | dict(thinking=any(thinks(row, [*prompt, *answer]) for answer in answers))
+    ids = prompt_ids(tok, row | dict(messages=prompt))
     if isinstance(ids, str):
         return ids
-    wholes = [learnable(tok, whole | dict(thinking=thinking), math.inf) for whole in rows]
-    for key, (whole, mask) in zip(("chosen", "rejected"), wholes):
-        if whole[:len(ids)] != ids or not all(mask[len(ids):]):
+    answers_ids = []
+    for key, answer in zip(("chosen", "rejected"), answers):
+        whole = learnable(tok, row | dict(messages=[*prompt, *answer]), math.inf)
+        if isinstance(whole, str):
+            return f"{key}: {whole}"
+        whole_ids, mask = whole
+        if whole_ids[:len(ids)] != ids or not all(mask[len(ids):]):
             return f"{key}: want one answer of the assistant after the prompt"
-    return ids, *(whole[len(ids):] for whole, _ in wholes)
+        answers_ids.append(whole_ids[len(ids):])
+    return ids, *answers_ids
+
+
+def thinks(row, messages):
+    """Whether a row says "thinking", or does not say it and has thoughts. False for odd messages: learnable() tells."""
+    try:
+        row = conversation(row | dict(messages=messages))
+    except OddRow:
+        return False
+    return has_thoughts(row["messages"]) if row.get("thinking") is None else row["thinking"]
 
 
 def split_pair(row):

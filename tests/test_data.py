@@ -17,8 +17,9 @@ from trained import corpus
 
 import train
 from configurator import config_file, configure, read_config
-from data import StagedDataset, TokenDataset, fingerprint, mapped, permute, read_meta, started_stages
+from data import StagedDataset, TokenDataset, fingerprint, mapped, permute, read_meta
 from engine.files import read_json
+from engine.restore import started_stages
 from goldfish import goldfish_mask
 from schedule import Plan, wsd
 

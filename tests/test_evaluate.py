@@ -13,6 +13,7 @@ from pytest import approx
 from scipy import stats
 from tiny import small, write_rows
 
+import convert
 import evaluate
 import scoring
 import tokenizer
@@ -204,7 +205,7 @@ def test_lm_eval_reads_a_run_folder_and_agrees(lab, tmp_path, monkeypatch):
     scores = theirs("own_quiz")
     assert [row["score"] for row in ours] == approx([scores["acc,none"], scores["acc_bytes,none"]])
 
-    model, tok = evaluate.convert.load_any(folder)
+    model, tok = convert.load_any(folder)
     nats = scoring.token_nats(model, [(scoring.text_ids(tok, text)[:-1], 1) for text in TEXTS])
     bits = sum(map(sum, nats)) / math.log(2)
     found = theirs("own_texts", add_bos_token=False)["bits_per_byte,none"]

@@ -28,8 +28,9 @@ import scoring
 from configurator import settings
 from corpus import build
 from engine.files import read_json, write_json
-from posttrain import lora
 from studies import ablate, kit
+from weights import lora
+from weights.write import remove_old_weights
 
 TEXTS = sampled_from([" \n", "one two", "one  two", "Dürfen wir?", "mail a@b.org", "mail c@d.org"]) | integers(
     13, 24
@@ -221,7 +222,7 @@ def test_a_config_has_the_logits_that_transformers_reads_from_it(tmp_path_factor
 def test_an_older_end_leaves_no_weights_and_no_index(tmp_path):
     pieces = "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"
     put(tmp_path, dict.fromkeys([*pieces, "notes.txt", "config.json"], ""))
-    convert.remove_old_weights(tmp_path)
+    remove_old_weights(tmp_path)
     assert {*os.listdir(tmp_path)} == {"notes.txt", "config.json"}
 
 
@@ -232,7 +233,7 @@ def test_adapters_are_merged_in_fp32_and_rounded_once():
         lora.init_lora(model, 1)
         for layer in lora.lora_layers(model).values():
             torch.nn.init.normal_(layer.lora_B.weight, generator=torch.Generator().manual_seed(2))
-        lora.merge(model, dtype)
+        lora.merge_adapters(model, dtype)
         merged.append([layer.weight for layer in model.modules() if hasattr(layer, "in_features")])
     for exact, rounded in zip(*merged, strict=True):
         assert rounded.to(torch.bfloat16).equal(exact.bfloat16())

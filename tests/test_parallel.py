@@ -4,6 +4,7 @@ warm process (tests/faults/launch.py). Results of many ranks are compared with t
 """
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from engine.log import Log
 from engine.plot import entries
 from engine.recompute import recompute_activations
 from model import Apertus, ApertusConfig, Block
-from posttrain import lora
+from weights import lora
 
 # The learning rate is chaotic on purpose: small differences grow, and the text decides how fast. Goldfish with k = 2
 # drops half of the tokens, a different share on each rank. Clipping is off, as it would hide a wrong factor. SwiGLU:
@@ -101,6 +102,43 @@ def test_a_window_over_ranks_has_the_loss_and_all_gradients_of_the_whole_one(lau
     assert codes == [0] * 4, text[-3000:]
 
 
+# A script for two ranks; an AssertionError fails the test.
+GATHERS = """
+import torch
+from tiny import small
+from torch.utils._python_dispatch import TorchDispatchMode
+from engine import sharding
+from engine.parallel import Ranks, distribute, orderly_exit
+
+class Gathers(TorchDispatchMode):
+    number = 0
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.number += "allgather" in str(op)
+        return op(*args, **(kwargs or {}))
+
+with orderly_exit():
+    ranks = Ranks("fsdp")
+    ranks.join("cpu", 60)
+    with torch.device("meta"):
+        model = small(n_layer=3)
+    distribute(model, ranks, "cpu")
+    sharding.draw(model, 1)
+    idx = torch.arange(64).view(2, 32)
+    for _ in range(2):
+        with Gathers() as gathers:
+            model.loss(idx, idx + 1).backward()
+        assert gathers.number == 8, gathers.number
+    ranks.leave()
+"""
+
+
+def test_a_micro_batch_gathers_the_embedding_and_the_head_once_and_each_block_twice(launch, tmp_path):
+    """By hand, for three blocks, in two steps: the head stays gathered until backward, which needs no embedding."""
+    (tmp_path / "gathers.py").write_text(GATHERS)
+    codes, text = launch(2, script=tmp_path / "gathers.py", logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
+
+
 # The launcher's number of processes, the flags, and words of the error.
 REFUSED = [
     (2, "--parallel=none", "2 processes were started and parallel=none is one"),
@@ -123,42 +161,19 @@ def test_what_cannot_work_is_told_before_any_process_is_met(data, monkeypatch, t
     refused(script("train.py", *arguments(data, tmp_path / "run", args)), says)
 
 
-def test_srun_says_which_rank_a_process_is(monkeypatch):
-    """
-    A job of one process has no ranks; nor has a script that sbatch starts without srun. srun(1): the launch node is
-    where srun runs, which may be a login node. Linux gives ports from 32768 on to connections.
-    """
-    env = dict(
-        word.split("=")
-        for word in """SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_JOB_ID=123456
-        SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=nid[007-008],x[1-2]
-        SLURM_LAUNCH_NODE_IPADDR=login""".split()
-    )
-    monkeypatch.setattr(os, "environ", env)
-    assert parallel.launched() == (5, 8, 1, 4)
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("nid007", str(20000 + 123456 % 12000))
-    ranks, one = parallel.Ranks("hsdp"), parallel.Ranks()
-    assert (ranks.rank, ranks.size, ranks.shard, ranks.is_main) == (5, 8, 4, False)
-    assert (one.rank, one.size) == (0, 1)
-    env["SLURM_NTASKS"] = "1"
-    assert parallel.launched() is None
-
-
 def test_torchruns_restarts_on_several_nodes_want_stores_of_their_own(monkeypatch):
     """Its agents count their restarts apart, so that a prefix by that count would differ."""
-    ranks = parallel.Ranks()
-    ranks.size = 4
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ValueError, match="only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        ranks.store(None)
+        parallel.open_store(several_nodes=True, wait=None)
 
 
 def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     ranks = parallel.Ranks()
     assert [*map(ranks.local_device, ("cuda", "cpu", "mps"))] == ["cuda:0", "cpu", "mps"]
-    ranks.local = 1
+    ranks.local_rank = 1
     with pytest.raises(ValueError, match="process 1 of this node has no GPU of its own: there are 1"):
         ranks.local_device("cuda")
     with pytest.raises(ValueError, match="device=mps is one GPU for one process, without fp64"):
@@ -169,6 +184,38 @@ def test_an_error_of_nccl_is_a_lost_rank_if_it_says_so():
     """nccl.h: ncclRemoteError. All other errors keep their traceback, since their cause is in its later lines."""
     assert parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error")
     assert not parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO")
+
+
+# Each rank writes down that all have met. In the first round the second one dies while the first hangs.
+MEETS = """
+import os, sys, time
+from engine.parallel import Ranks, orderly_exit
+with orderly_exit():
+    ranks = Ranks("ddp")
+    ranks.join("cpu", 20)
+    assert ranks.all_reduce(1) == [2]
+    with open(f"{sys.argv[1]}/met-{ranks.rank}", "a") as file:
+        print("met", file=file)
+    if open(file.name).read() == "met\\n":
+        time.sleep(1)
+        os.kill(os.getpid(), 9 * ranks.rank)
+        time.sleep(100)
+    ranks.leave()
+"""
+
+
+@pytest.mark.slow
+def test_two_nodes_meet_again_after_the_rank_of_one_has_died(tmp_path):
+    """Two agents of torchrun on this machine, of which the second counts no restart."""
+    (tmp_path / "meets.py").write_text(MEETS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        _, port = free.getsockname()
+    command = f"""-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --max-restarts=1 --rdzv_backend=c10d
+        --rdzv_endpoint=localhost:{port} {tmp_path}/meets.py {tmp_path}"""
+    env = dict(PYTHONPATH=ROOT, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", GLOO_SOCKET_IFNAME="lo")
+    agents = [subprocess.Popen([sys.executable, *command.split()], env=os.environ | env) for _ in range(2)]
+    assert [agent.wait(100) for agent in agents] == [0, 0]
+    assert [(tmp_path / f"met-{rank}").read_text() for rank in (0, 1)] == ["met\n" * 2] * 2
 
 
 # A save of the 8B writes 129 GB; torchrun kills 30 seconds after SIGTERM unless --shutdown-timeout says otherwise.

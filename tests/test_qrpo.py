@@ -21,7 +21,7 @@ import convert
 from configurator import settings as settings_in
 from corpus import readers
 from engine.files import read_json
-from posttrain import common, losses, pairs, qrpo, references
+from posttrain import common, losses, pairs, qrpo, references, rewards
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/preference_losses.json")
 END = TOK.special["<|assistant_end|>"]
@@ -240,7 +240,8 @@ def test_a_pair_is_read_in_each_form_of_trl_and_of_the_hub(tmp_path, row):
         (dict(chosen=[BETTER, user("why?"), WORSE]), "chosen: want one answer of the assistant after the prompt"),
         (dict(rejected=[assistant(5)]), f"rejected: {NO_TEXT}"),
         (dict(prompt="else", chosen=[QUESTION, BETTER], rejected=[QUESTION, WORSE]), "prompt: another than that with"),
-        (dict(prompt=[QUESTION, BETTER]), "chosen: roles out of order"),
+        (dict(prompt=[QUESTION, BETTER]), "its last message is not the user's"),
+        (dict(chosen=[user("why?"), BETTER], rejected=[user("how?"), WORSE]), "prompt: another than"),
         (dict(prompt=5), "prompt: want a text or a list of messages"),
     ],
 )
@@ -261,7 +262,7 @@ def test_a_prompt_alone_is_the_same_as_messages_and_so_is_its_reward(tmp_path):
     write_rows(tmp_path / "data.jsonl", [dict(prompt="a"), dict(prompt=[user("a")]), chat_row(user("a"))])
     settings = settings_in(vars(qrpo)) | dict(data=f"{tmp_path}/data.jsonl", rewards=f"{tmp_path}/r.py")
     prompts, _ = pairs.read_data(TOK, settings)
-    score = references.load_reward(settings["rewards"], "cpu")
+    score = rewards.load_reward(settings["rewards"], "cpu")
     assert [score(prompt.row, ["b"]) for prompt in prompts] == [["ab"]] * 3
     assert len({tuple(prompt.ids) for prompt in prompts}) == 1
     assert pairs.count_repeated(prompts) == ["2 of 3 prompts repeat another"]
@@ -383,22 +384,19 @@ def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want
     (tmp_path / "r.py").write_text(f"def {signature}:\n    return {body}\n")
     parts = [dict(type="text", text=part) for part in ("sec", "ond")]
     row = chat_row(user("first"), assistant("x"), user(parts), gold=7)
-    assert list(references.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
+    assert list(rewards.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
 
 
-def test_a_reward_imports_from_beside_it_unless_a_module_of_the_project_has_that_name(tmp_path):
-    (tmp_path / "beside_me.py").write_text(
-        "def length(text):\n    from also_beside import ONE\n    return ONE + len(text)"
-    )
-    (tmp_path / "also_beside.py").write_text("ONE = 1")
-    (tmp_path / "r.py").write_text(
-        "import beside_me\ndef reward(prompt, completion): return beside_me.length(completion)"
-    )
-    assert references.load_reward(f"{tmp_path}/r.py", "cpu")(chat_row(user("a")), ["four"]) == [5]
-    (tmp_path / "schedule.py").write_text("")
-    (tmp_path / "r.py").write_text("import schedule\ndef reward(prompt, completion): return 1")
-    with pytest.raises(ValueError, match="it imports schedule, and .*/schedule.py comes before .*: rename that file"):
-        references.load_reward(f"{tmp_path}/r.py", "cpu")
+def test_a_reward_imports_the_modules_beside_it_but_none_with_a_name_of_ours(tmp_path):
+    (tmp_path / "length_of_it.py").write_text("def length(text): return len(text)")
+    (tmp_path / "model.py").write_text("def length(text): return -1")
+    for name in "length_of_it", "model":
+        (tmp_path / f"{name}_r.py").write_text(
+            f"def reward(prompt, completion):\n    from {name} import length\n    return length(completion)"
+        )
+    assert rewards.load_reward(f"{tmp_path}/length_of_it_r.py", "cpu")(chat_row(user("q")), ["yes", "a"]) == [3, 1]
+    with pytest.raises(ValueError, match="it would import model.py of this project"):
+        rewards.load_reward(f"{tmp_path}/model_r.py", "cpu")
 
 
 def test_another_reward_and_equal_ones_are_errors(lab, tmp_path):

@@ -164,8 +164,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import convert
 from engine.parallel import Ranks, orderly_exit
-from posttrain.start import load_whole
-from train import build_model
+from build import build_model, load_whole
+from weights.folders import start_of
 
 class Largest(TorchDispatchMode):
     numbers, files = 0, set()
@@ -184,7 +184,7 @@ with orderly_exit():
     ranks = Ranks("fsdp")
     ranks.join("cpu", 60)
     for folder in sys.argv[1:]:
-        shape, _, path = convert.start_of(folder)
+        shape, _, path = start_of(folder)
         settings = dict(init_from=folder, lora_r=0, base="fp32", dtype="float32", recompute="none", seed=1)
         with Largest() as largest:
             model = build_model(shape, settings, ranks, "cpu", weights=path)
