@@ -358,7 +358,7 @@ CHOICES = lists(text("é你ßx ", min_size=1, max_size=8), min_size=2, max_size=
 def test_choices_are_scored_as_transformers_scores_them(questions, template, baseline):
     """
     The right choice as it is, its index, its letter. By the sum of log p and by its mean per byte. Question and choice
-    are encoded as one text; white space before a choice is scored.
+    have the ids of one text; white space before a choice is scored.
     """
     ours, theirs = models()
     read, wanted = [], []
