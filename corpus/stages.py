@@ -39,7 +39,7 @@ from corpus import dedup, ledger
 from corpus.folder import dtype_of, publish, safe, write_shard, write_tokens
 from corpus.pii import TAGS, scrub_pii
 from corpus.readers import check, documents, files_of, id_hash, rows, rows_of, writable
-from corpus.report import hosts_of, verify, write_report
+from corpus.report import verify, write_hosts, write_report
 from corpus.robots import (
     AGENTS,
     COLUMNS,
@@ -67,6 +67,8 @@ DOCUMENT = [("row", "i8"), ("group", "i4"), ("offset", "i8"), ("written", "i8"),
 SPLITS = ("train", "val")
 # The group of the planted passages, which did not come in.
 PLANTED = -1
+# The day at the start of a date as ISO 8601 writes it, or nothing.
+DAY = re.compile(r"(?:\d{4}-\d\d-\d\d)?")
 # The settings that name files with the opt-outs of hosts.
 STORES = ("robots", "reservations", "blocked")
 
@@ -228,7 +230,7 @@ def check_files(number, work):
 def documents_of(number, work):
     """Yield the documents of a group."""
     plan = work.plan
-    columns = [*COLUMNS, "metas", plan.score_field, plan.max_field, plan.source_by, plan.url_field]
+    columns = [*COLUMNS, "metas", "date", plan.score_field, plan.max_field, plan.source_by, plan.url_field]
     for file, part in work.groups[number]:
         for doc in documents(file, part, plan.text_field, columns):
             if plan.url_field != "url":
@@ -262,19 +264,21 @@ def find_thresholds(number, work):
 def sift(number, work):
     """
     A group -> sift/{number}.text, the texts that pass, and sift/{number}.parquet: a row of the ledger for each of its
-    documents, with the place of its text and its keys for near-duplicates. Returns how many have headers or <meta>.
+    documents, with the place of its text and its keys for near-duplicates. Returns how many have headers or <meta>, and
+    the first and the last day in their column "date".
     """
-    tables, field, statements = [], work.plan.score_field, 0
+    tables, field, statements, dates = [], work.plan.score_field, 0, set()
     columns = partial(work.rules.columns, top=field and (field, work.result("thresholds")))
     with open(sifted(work, number).with_suffix(".text"), "wb") as f:
         for docs in batches(documents_of(number, work)):
             statements += sum(map(has_statements, docs))
+            dates |= {day for doc in docs if (day := DAY.match(str(doc.get("date")))[0])}
             for doc in docs:
                 doc.update(reason=reason_alone(doc, work, columns), bands={})
             compare_words([doc for doc in docs if not doc["reason"]], work.rules)
             tables.append(table_of([dict(row_of(doc, f, work), group=number) for doc in docs], work))
     write_table(pyarrow.concat_tables(tables), sifted(work, number))
-    return dict(statements=statements)
+    return dict(statements=statements, days=[min(dates), max(dates)] if dates else [])
 
 
 def batches(docs):
@@ -608,6 +612,7 @@ def provenance_of(work, tokenizer):
         stores=[dict(setting=name, path=path, sha256=sha256_of_store(path))
                 for name in STORES if (path := getattr(plan, name))],
         robots=opt_outs_of(work),
+        period=period_of(work),
         rule=f"A document is for validation where 64 bits of the {hashed} over 2^64 are below {plan.val_share}; if "
         "none is, the one with the least. A single document is for training.",
         pii=dict(scrubbed=plan.pii),
@@ -620,13 +625,20 @@ def provenance_of(work, tokenizer):
 def opt_outs_of(work):
     """The part of the report about opt-outs; None if nothing was consulted and no document has a URL."""
     plan, robots = work.plan, work.robots
-    hosts = hosts_of(work.data, robots["store"], work.rules.reservations)
+    hosts = write_hosts(work.data, robots["store"], work.rules.reservations)
     if not hosts["hosts"]["seen"] and not any(getattr(plan, name) for name in STORES):
         return None
     groups = range(work.result("judge")["groups"])
     statements = sum(work.result("sift", number)["statements"] for number in groups)
     return dict(
         store=plan.robots or None, agents=robots["agents"], missing=plan.missing, statements=statements, **hosts)
+
+
+def period_of(work):
+    """[first day, last day] of the column "date" of all documents that were read; [] without dates."""
+    groups = range(work.result("judge")["groups"])
+    days = [day for number in groups for day in work.result("sift", number)["days"]]
+    return [min(days), max(days)] if days else []
 
 
 def sha256_of_store(path):
