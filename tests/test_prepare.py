@@ -172,7 +172,7 @@ def test_the_default_corpus_is_code_under_its_licence_split_by_a_hash_of_the_ids
     names = [f"m{i}.py" for i in range(20)]
     put(tmp_path / "lib", {name: f"# {name}: ask ann@example.org" for name in names})
     put(tmp_path / "lib", {"test/a.py": "", "pkg/encodings/b.py": "", "c.txt": "", "bad.py": b"\xff"})
-    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
     assert "opt-outs" not in fill(tmp_path / "out", "--val_share=0.3")
     found = {row["id"]: row for row in ledger(tmp_path / "out")}
     assert found.keys() == {*names, "bad.py"}
@@ -182,18 +182,14 @@ def test_the_default_corpus_is_code_under_its_licence_split_by_a_hash_of_the_ids
         assert row["split"] == (None if name == "bad.py" else "val" if first else "train")
 
 
-@pytest.mark.parametrize(
-    "changed, out",
-    [
-        (dict(), "data/stdlib"),
-        (dict(paths=["texts/"], tokenizer="byte"), "data/mine"),
-        (dict(paths=["texts/"], out="data/stdlib"), "data/stdlib"),
-        (dict(paths=["texts/"], remove="list"), "data/stdlib"),
-    ],
-)
-def test_files_of_the_user_go_to_a_folder_of_their_own(changed, out):
+def test_files_of_the_user_go_to_a_folder_of_their_own(monkeypatch):
     """Not to data/stdlib, unless the user says so."""
-    assert build.configuration(settings(vars(prepare)) | changed, [*changed]).out == out
+    assert prepare.configuration([]).out == "data/stdlib"
+    monkeypatch.setattr(prepare, "paths", ["texts/"])
+    assert prepare.configuration(["tokenizer"]).out == "data/mine"
+    assert prepare.configuration(["out"]).out == "data/stdlib"
+    monkeypatch.setattr(prepare, "remove", "list")
+    assert prepare.configuration([]).out == "data/stdlib"
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
