@@ -39,7 +39,7 @@ from corpus import dedup, ledger
 from corpus.folder import dtype_of, publish, safe, write_shard, write_tokens
 from corpus.pii import TAGS, scrub_pii
 from corpus.readers import check, documents, files_of, id_hash, rows, writable
-from corpus.report import hosts_of, verify, write_report
+from corpus.report import verify, write_hosts, write_report
 from corpus.reservations import MARKS, judge_document
 from corpus.robots import agents_of
 from corpus.rules import TOXICITY, as_number, broken, by_language, listed, top_thresholds
@@ -62,6 +62,8 @@ DOCUMENT = [("row", "i8"), ("group", "i4"), ("offset", "i8"), ("written", "i8"),
 SPLITS = ("train", "val")
 # The group of the planted passages, which did not come in.
 PLANTED = -1
+# The day at the start of a date as ISO 8601 writes it, or nothing.
+DAY = re.compile(r"(?:\d{4}-\d\d-\d\d)?")
 # The settings that name files with the opt-outs of hosts.
 STORES = ("robots", "reservations", "blocked")
 
@@ -223,7 +225,7 @@ def check_files(number, work):
 def documents_of(number, work):
     """Yield the documents of a group."""
     plan = work.plan
-    columns = [*COLUMNS, plan.score_field, plan.max_field, plan.source_by, plan.url_field]
+    columns = [*COLUMNS, "date", plan.score_field, plan.max_field, plan.source_by, plan.url_field]
     for file, part in work.groups[number]:
         for doc in documents(file, part, plan.text_field, columns):
             if plan.url_field != "url":
@@ -257,13 +259,14 @@ def find_thresholds(number, work):
 def sift(number, work):
     """
     A group -> sift/{number}.text, the texts that pass, and sift/{number}.parquet: a row of the ledger for each of its
-    documents, with the place of its text and its keys for near-duplicates. Returns {mark: [documents, hosts]} for MARKS
-    and for "known", the documents with headers or <meta>.
+    documents, with the place of its text and its keys for near-duplicates. Returns marks, {mark: [documents, hosts]}
+    for MARKS and for "known", the documents with headers or <meta>; and the first and last day of their column "date".
     """
-    tables, field, marked = [], work.plan.score_field, {}
+    tables, field, marked, dates = [], work.plan.score_field, {}, set()
     columns = partial(work.rules.columns, top=field and (field, work.result("thresholds")))
     with open(sifted(work, number).with_suffix(".text"), "wb") as f:
         for docs in batches(documents_of(number, work)):
+            dates |= {day for doc in docs if (day := DAY.match(str(doc.get("date")))[0])}
             for doc in docs:
                 reason, marks = reason_alone(doc, work, columns)
                 doc.update(reason=reason, bands={})
@@ -272,7 +275,8 @@ def sift(number, work):
             compare_words([doc for doc in docs if not doc["reason"]], work.rules)
             tables.append(table_of([dict(row_of(doc, f, work), group=number) for doc in docs], work))
     write_table(pyarrow.concat_tables(tables), sifted(work, number))
-    return {mark: [len(sites), sorted({*sites} - {""})] for mark, sites in marked.items()}
+    marks = {mark: [len(sites), sorted({*sites} - {""})] for mark, sites in marked.items()}
+    return dict(marks=marks, days=[min(dates), max(dates)] if dates else [])
 
 
 def batches(docs):
@@ -612,6 +616,7 @@ def provenance_of(work, tokenizer):
         ignored=plan.ignored,
         stores=[dict(store, ignored=work.ignored_of_stores().get(store["setting"], {})) for store in plan.stores],
         robots=opt_outs_of(work),
+        period=period_of(work),
         rule=f"A document is for validation where 64 bits of the {hashed} over 2^64 are below {plan.val_share}; if "
         "none is, the one with the least. A single document is for training.",
         pii=dict(scrubbed=plan.pii),
@@ -624,12 +629,12 @@ def provenance_of(work, tokenizer):
 def opt_outs_of(work):
     """The part of the report about opt-outs; None if nothing was consulted and no document has a URL."""
     plan, robots = work.plan, work.robots
-    hosts = hosts_of(work.data, robots["store"], work.rules.reservations)
+    hosts = write_hosts(work.data, robots["store"], work.rules.reservations)
     if not hosts["hosts"]["seen"] and not any(getattr(plan, name) for name in STORES):
         return None
     marked = {mark: [0, set()] for mark in ("known", *MARKS)}
     for number in range(work.result("judge")["groups"]):
-        for mark, (n, sites) in work.result("sift", number).items():
+        for mark, (n, sites) in work.result("sift", number)["marks"].items():
             marked[mark][0] += n
             marked[mark][1].update(sites)
     return dict(
@@ -646,6 +651,13 @@ def described_stores(plan):
     """[{setting, path, sha256}] of the stores of a plan, a dict, that exist."""
     paths = {name: plan[name] for name in STORES if plan[name] and os.path.exists(plan[name])}
     return [dict(setting=name, path=path, sha256=sha256_of_store(path)) for name, path in paths.items()]
+
+
+def period_of(work):
+    """[first day, last day] of the column "date" of all documents that were read; [] without dates."""
+    groups = range(work.result("judge")["groups"])
+    days = [day for number in groups for day in work.result("sift", number)["days"]]
+    return [min(days), max(days)] if days else []
 
 
 def sha256_of_store(path):

@@ -43,7 +43,7 @@ from corpus.ledger import (
     was_kept,
     write_ledger,
 )
-from corpus.report import added, counted, verify, write_report
+from corpus.report import HOSTS, added, counted, verify, write_report
 from corpus.robots import verdict
 from corpus.stages import sha256_of_store
 from corpus.stores import open_robots
@@ -313,7 +313,7 @@ def delete(rows, final, tmp, meta, report, removal):
     new = tmp / "data"
     new.mkdir()
     streams = cut(final, new, meta, rows, removal["date"])
-    for name in {"tokenizer.json", "probes.json"} & {*os.listdir(final)}:
+    for name in {"tokenizer.json", "probes.json", *HOSTS} & {*os.listdir(final)}:
         shutil.copy(final / name, new)
     # Older folders have no removals.
     removals = [without_text(older) for older in report.get("removals", [])]
