@@ -9,8 +9,10 @@ from engine import restore
 from engine.files import in_one_line
 from engine.runs import config_of, settings_of
 from model import ApertusConfig
-from tokenizer import TEMPLATE, load_for
+from tokenizer import load_for
+from tokenizer_json import TEMPLATE
 from weights.config import config_from_hf
+from weights.hashes import edited_file
 
 
 def folder_of(name, files=("*.safetensors", "*.json", TEMPLATE)):
@@ -47,9 +49,18 @@ def shape_of(name):
 
 
 def weights_in(folder):
-    """The path of the weights of a folder: its newest intact checkpoint, or the folder itself."""
+    """
+    The path of the weights of a folder: its newest intact checkpoint, or the folder itself. Of a finished run, which
+    has both, print a line if the weights in the folder are not those that the run has written.
+    """
     checkpoint = restore.newest_intact(f"{folder}/ckpt")
-    return checkpoint[0] if checkpoint else folder
+    if not checkpoint:
+        return folder
+    path, _ = checkpoint
+    if edited := edited_file(folder):
+        print(f"{folder}/{edited} is not as the run has written it (sha256): the weights are read from {path}. To use "
+              "the edited ones, copy the folder without ckpt/")
+    return path
 
 
 def has_adapter(folder):

@@ -14,7 +14,7 @@ from engine.runs import settings_of
 from tokenizer import load_for
 from weights import lora
 from weights.folders import folder_of, has_adapter, shape_in, weights_in
-from weights.hashes import weights_hash
+from weights.hashes import check_start, weights_hash
 from weights.quantised import block_matrices, quantise_matrix
 from weights.stored import StoredWeights, meta_model
 
@@ -69,8 +69,7 @@ def load_any(name, device="cpu", dtype=None, base=""):
         if adapters:
             start = settings["init_from"]
             model, _ = load_any(start, device, dtype, base)
-            if weights_hash(model)[:16] != settings["start_hash"]:
-                raise ValueError(f"{folder} was trained on other weights than those of {start} today")
+            check_start(folder, settings.get("start_sha256"), weights_hash(model), start)
             lora.add_lora(model, adapters)
             restore.load(weights_in(folder), model)
             model.config = shape                           # the run may have changed its window and RoPE

@@ -15,9 +15,11 @@ from chat import stop_ids
 from data import first_folder
 from engine.files import flush, make_folder, read_json, replace_folder, restore_folder, write_json
 from engine.hardware import pick_dtype
-from tokenizer import hf_files, load_for
+from tokenizer import load_for
+from tokenizer_json import hf_files
 from weights.config import config_to_hf
 from weights.folders import shape_in, weights_in
+from weights.hashes import WRITTEN, record_files
 from weights.lora import merge_adapters
 from weights.stored import CONSTANTS, StoredWeights, meta_model
 
@@ -58,7 +60,7 @@ def write_run_config(folder, settings, shape, data):
 def remove_old_weights(folder):
     """Delete the weights of an earlier end of a run, which are not those of its newest checkpoint."""
     for file in os.listdir(folder):
-        if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", file):
+        if file == WRITTEN or re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", file):
             os.remove(f"{folder}/{file}")
 
 
@@ -67,13 +69,13 @@ def write_final_weights(folder):
     if read_json(f"{folder}/config.json")["model_type"] == "apertus":
         model = meta_model(shape_in(folder))
         stored = StoredWeights(weights_in(folder), model)
-        write_weights(model, stored.read, folder, torch.float32, 5e9)
+        record_files(folder, write_weights(model, stored.read, folder, torch.float32, 5e9))
 
 
 def write_weights(model, value_of, folder, dtype, shard_bytes):
     """
     Write weights next to a config.json as safetensors: a file, or if they have more than shard_bytes several and an
-    index. Each file is whole or absent. Peak memory is one file.
+    index. Each file is whole or absent. Peak memory is one file. Returns the names of the files.
 
     model: on the meta device, for names and shapes; value_of(name): the tensor.
     """
@@ -98,6 +100,7 @@ def write_weights(model, value_of, folder, dtype, shard_bytes):
     if split.is_sharded:
         index = dict(metadata=split.metadata, weight_map=split.tensor_to_filename)
         write_json(f"{folder}/model.safetensors.index.json", index)
+    return list(split.filename_to_tensors)
 
 
 def check_replaceable(folder, source):
