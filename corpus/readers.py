@@ -506,18 +506,22 @@ def rows_of(path, *columns, comments=False, errors="surrogateescape", wrong=(), 
 # documents
 
 
+def decoded(row):
+    """A row with its bytes as text, as parquet may hold it; those that are not UTF-8 become surrogates."""
+    return {name: value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
+            for name, value in row.items()}
+
+
 def document(row, file, doc_id, text_field):
     """The document of a row or a problem in a file. Language and script are joined: deu_Latn."""
     if isinstance(row, str):
         return dict(file=file, id=doc_id, text=None, problem=row)
-    # Parquet may hold texts as bytes.
-    as_bytes = {name: value.decode("utf-8", "surrogateescape") for name, value in row.items()
-                if isinstance(value, bytes)}
-    row, text = row | as_bytes, as_bytes.get(text_field, row.get(text_field))
-    if text_field in as_bytes and problem_of(text):
-        return dict(file=file, id=doc_id, text=None, problem=problem_of(text))
+    was_bytes, row = isinstance(row.get(text_field), bytes), decoded(row)
+    text = row.get(text_field)
     if not isinstance(text, str):
         return dict(file=file, id=doc_id, text=None, problem=f"a row without text in its column {text_field!r}")
+    if was_bytes and problem_of(text):
+        return dict(file=file, id=doc_id, text=None, problem=problem_of(text))
     # An empty cell of a table is no id.
     if row.get("id") not in (None, ""):
         doc_id = writable(f"{file}:{row['id']}")
@@ -531,10 +535,15 @@ def document(row, file, doc_id, text_field):
             problem = f"a {column} that is a {type(value).__name__}, not a name"
             return dict(file=file, id=doc_id, text=None, problem=problem)
         doc[column] = None if value is None else writable(str(value))
+    return doc | language_of(doc)
+
+
+def language_of(doc):
+    """{"language": deu_Latn} of a document, from the columns that name language and script; {} if it has none."""
     language, script = doc.get("language") or doc.get("lang"), doc.get("language_script")
-    if language:
-        doc["language"] = f"{language}_{script}" if script and "_" not in language else language
-    return doc
+    if not language:
+        return {}
+    return dict(language=f"{language}_{script}" if script and "_" not in language else language)
 
 
 def documents(file, part, text_field="text", columns=()):

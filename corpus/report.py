@@ -306,9 +306,6 @@ def notes(report):
     # Reports of older versions do not count the statements of documents.
     if report["robots"] and "statements" in report["robots"]:
         sentences += opt_outs_consulted(report)
-    for store in report.get("stores", []):
-        ignored = "; ".join(counts_of(store.get("ignored", {})))
-        sentences += [f"--{store['setting']}: not read: {ignored}"] * bool(ignored)
     removed = Counter({name or "not stated": group["removed"].get("license", [0])[0]
                        for name, group in report["licenses"].items()})
     if licenses := ", ".join(f"{name} {n:,}" for name, n in removed.most_common(8) if n):
@@ -337,7 +334,9 @@ def opt_outs_consulted(report):
     differ = f"{counted(several, 'host')} with different files in a store: {counts}"
     marks = [f"{counted(mark['documents'], 'document')} of {counted(len(mark['hosts']), 'host')}: {MARKS[name]}"
              for name, mark in robots.get("marks", {}).items() if mark["documents"]]
-    return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0) + marks
+    ignored = [f"--{store['setting']}: not read: {'; '.join(counts_of(store['ignored']))}"
+               for store in report["stores"] if store.get("ignored")]
+    return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0) + marks + ignored
 
 
 def in_words(names):

@@ -137,6 +137,9 @@ def first_of(reasons):
 # noai
 
 
+DIRECTIVES = ("noai", "noimageai", "noml")
+
+
 @lru_cache
 def tokens_of(agents):
     """The names by which these agents, a tuple, are addressed. What is said to `*` is said to all."""
@@ -151,9 +154,9 @@ def first_directive(page, names):
             for part in value.lower().split(","):
                 agent, _, directives = part.rpartition(":")
                 if not agent.strip() or product_token(agent) in names:
-                    for word in re.findall(r"[\w-]+", directives):
-                        if word.replace("-", "").replace("_", "") in ("noai", "noimageai", "noml"):
-                            return word.replace("-", "").replace("_", "")
+                    words = [re.sub("[-_]", "", word) for word in re.findall(r"[\w-]+", directives)]
+                    if directive := next(filter(DIRECTIVES.__contains__, words), None):
+                        return directive
     return None
 
 
@@ -240,27 +243,38 @@ def licence_refusal(url, page, store, robots_files):
     those that the store has of its site.
     """
     host, path = split_url(url)
-    site = site_key(url)
     if not host:
         return None, {"rsl-unknown"} if page.links else set()
-    lines = [line for file in map(parse_robots, robots_files) if file for line in file.licences]
-    named = {key_of_link(f"//{site}/robots.txt", line) for line in lines}
-    named |= {key_of_link(url, link) for link in page.links}
-    files, own = {key: versions_of(store, key) for key in named}, versions_of(store, site)
-    marks = set()
+    site = site_key(url)
+    keys = {key_of_link(f"//{site}/robots.txt", line) for line in licence_lines(robots_files)}
+    keys |= {key_of_link(url, link) for link in page.links}
+    own, named = versions_of(store, site), [versions_of(store, key) for key in keys]
     # A crawler may file the only licence that a site names as license.xml, whatever its URL is.
-    if not all(files.values()) and not (len(named) == 1 and own):
-        marks.add("rsl-unknown")
-    for versions in [own, *files.values()]:
-        for n, licence in enumerate(parse_licence(file, host) for file in versions):
-            if licence is None:
-                marks.add("rsl-unknown")
-                continue
-            if place := disallowing([rule for rule, prohibits, _ in licence if prohibits], path):
-                return f"rsl:{place}", {"older"} if n else set()
-            if disallowing([rule for rule, _, has_terms in licence if has_terms], path):
-                marks.add("rsl-terms")
+    has_all = all(named) or len(named) == 1 and own
+    marks = set() if has_all else {"rsl-unknown"}
+    for files in [own, *named]:
+        (reason, by_older), others = terms_of(files, host, path)
+        if reason:
+            return reason, {by_older} - {""}
+        marks |= others
     return None, marks
+
+
+def licence_lines(robots_files):
+    """The values of the License lines in the versions of a robots.txt."""
+    parsed = filter(None, map(parse_robots, robots_files))
+    return [line for file in parsed for line in file.licences]
+
+
+def terms_of(files, host, path):
+    """(first_of() the places at which the versions of a licence prohibit training of a path, marks)."""
+    licences = [parse_licence(file, host) for file in files]
+    marks = {"rsl-unknown"} if None in licences else set()
+    licences = [licence or [] for licence in licences]
+    if any(disallowing([rule for rule, _, has_terms in licence if has_terms], path) for licence in licences):
+        marks.add("rsl-terms")
+    places = [disallowing([rule for rule, prohibits, _ in licence if prohibits], path) for licence in licences]
+    return first_of(place and f"rsl:{place}" for place in places), marks
 
 
 def key_of_link(base, link):

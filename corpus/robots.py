@@ -220,30 +220,13 @@ def parse_robots(content):
     text = robots_text(content)
     if _OTHER.match(text):
         return None
-    reading, training, licences, for_all = {}, {}, [], []
-    names, in_rules = [], False
-    for m in _LINE.finditer(text):
-        value = m["value"].strip()
-        if m["license"]:
-            # It belongs to no group (RSL 1.0), so it does not end one.
-            licences.append(value)
-            continue
-        if m["agent"]:
-            # A user-agent line after a rule begins a new group. RFC 9309 merges all groups of an agent.
-            names = [] if in_rules else names
-            names += map(product_token, value.split(","))
-            for name in names:
-                reading.setdefault(name, [])
-                training.setdefault(name, [])
-        elif value and m["usage"]:
-            # Before the first user-agent, a preference is about all of them.
-            for rules in [training[name] for name in names] or [for_all]:
-                rules.append(preference(value))
-        elif value:
-            # An empty "Disallow:" disallows nothing.
-            for name in names:
-                reading[name].append(compiled(not m["allow"], value))
-        in_rules = not m["agent"]
+    lines = [(kind_of_line(m), m["value"].strip()) for m in _LINE.finditer(text)]
+    # A licence belongs to no group (RSL 1.0), so it does not end one.
+    licences = [value for kind, value in lines if kind == "license"]
+    lines = [line for line in lines if line[0] != "license"]
+    # RFC 9309 has no rules before the first user-agent. A preference there is about all agents.
+    reading, _ = groups_of(lines, ("allow", "disallow"))
+    training, for_all = groups_of(lines, ("usage",))
     if for_all:
         training.setdefault("*", [])
     for rules in training.values():
@@ -251,6 +234,30 @@ def parse_robots(content):
     for rules in [*reading.values(), *training.values()]:
         rules.sort(key=itemgetter(0))
     return Robots(reading, training, licences)
+
+
+def kind_of_line(m):
+    """agent, allow, disallow, usage or license: what a match of _LINE is."""
+    return next((kind for kind in ("agent", "allow", "usage", "license") if m[kind]), "disallow")
+
+
+def groups_of(lines, kinds):
+    """({agent token: rules of these kinds}, those before the first user-agent) of lines, [(kind, value)]."""
+    groups, before, names, in_rules = {}, [], [], False
+    for kind, value in lines:
+        if kind == "agent":
+            # A user-agent line after a rule begins a new group. RFC 9309 merges all groups of an agent.
+            names = [] if in_rules else names
+            names += map(product_token, value.split(","))
+            for name in names:
+                groups.setdefault(name, [])
+        # An empty "Disallow:" disallows nothing.
+        elif value and kind in kinds:
+            rule = preference(value) if kind == "usage" else compiled(kind == "disallow", value)
+            for rules in [groups[name] for name in names] if names else [before]:
+                rules.append(rule)
+        in_rules = kind != "agent"
+    return groups, before
 
 
 def robots_text(content):
@@ -336,15 +343,18 @@ def print_verdict(url, site, store):
     if site in store.several:
         rule = "the newest counts" if snapshots == "last" else "any of them may refuse (--snapshots=last: the newest)"
         print(f"{robots} has different files of {site}: {rule}")
-    for number, content in enumerate(files):
-        if len(files) > 1:
-            print(f"file {number + 1} of {len(files)}, the newest first:")
-        file = parse_robots(content)
-        refused = dict(refusals(split_url(url)[1], file and file.reading, agents, explicit))
-        for agent in agents:
-            outcome = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
-            print(f"{agent:30s} {outcome}")
-    print(f"{'kept' if kept else 'drop'}:{reason}{', by an older file' if by_older else ''}")
+    for number, content in enumerate(files, 1):
+        print(f"file {number} of {len(files)}, the newest first:\n" * (len(files) > 1), end="")
+        print_agents(url, parse_robots(content), agents)
+    print(f"{'kept' if kept else 'drop'}:{reason}{', by an older file' * by_older}")
+
+
+def print_agents(url, file, agents):
+    """Print whether each agent may read a URL by a file of parse_robots(), and by which rule."""
+    refused = dict(refusals(split_url(url)[1], file and file.reading, agents, explicit))
+    for agent in agents:
+        outcome = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
+        print(f"{agent:30s} {outcome}")
 
 
 if __name__ == "__main__":

@@ -580,9 +580,7 @@ def account(number, work):
     for path, sha in [(file["path"], file["sha256"]) for file in work.checked]:
         if os.path.isfile(path) and os.path.getmtime(path) > work.plan.began and sha not in (None, sha256(path)):
             raise ValueError(f"{path} has changed while it was read: run the command again")
-    for store in work.plan.stores:
-        if not os.path.exists(store["path"]) or sha256_of_store(store["path"]) != store["sha256"]:
-            raise ValueError(f"--{store['setting']}={store['path']} has changed while it was read: run this again")
+    check_stores(work.plan.stores)
     tok, name = work.tok, work.tok.name
     ledger.write_ledger(work.data / ledger.FILE, ledger_tables(work))
     shards = {source: {split: [] for split in SPLITS} for source in work.result("judge")["sources"]}
@@ -645,6 +643,13 @@ def opt_outs_of(work):
         statements=marked.pop("known")[0],
         marks={mark: dict(documents=n, hosts=sorted(sites)) for mark, (n, sites) in marked.items()},
         **hosts)
+
+
+def check_stores(stores):
+    """ValueError if one of these stores, as described_stores() gives them, is not as it was when the run began."""
+    for store in stores:
+        if not os.path.exists(store["path"]) or sha256_of_store(store["path"]) != store["sha256"]:
+            raise ValueError(f"--{store['setting']}={store['path']} has changed while it was read: run this again")
 
 
 def described_stores(plan):

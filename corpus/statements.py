@@ -29,18 +29,22 @@ COLUMNS = {
     "content_signal": ("header", "content-signal"),
     "tdm_reservation": ("header", "tdm-reservation"),
     "link": ("header", "link"),
-    "links": (None, None),
+    "links": ("link", None),
     "meta_robots": ("meta", "robots"),
     "meta_tdm_reservation": ("meta", "tdm-reservation"),
     "metas": ("meta", None),
 }
+# Columns that often hold links of other kinds: they say nothing about whether the headers are known.
+OTHERS = ("link", "links")
+# The keys of objects.
 NAMES = ("name", "key", "header", "property", "http-equiv", "httpequiv", "itemprop")
 VALUES = ("value", "content", "values")
-# RFC 9110 sec. 5.1 and 4: the name of a header (":status" in HTTP/2), and the line before headers.
+# RFC 9110 sec. 5.1: the name of a header (":status" in HTTP/2). RFC 9112 sec. 4: the line before headers.
 _FIELD = re.compile(r":?([!#$%&'*+.^_`|~0-9A-Za-z-]+)[ \t]*:(.*)", re.S)
 _STATUS = re.compile(r"HTTP/[\d.]+ \d{3}[^:\\]*")
 # RFC 8288: <URL>; rel="license"; type="application/rsl+xml"
 _LINK = re.compile(r"<([^<>]*)>([^<]*)")
+_PARAMETER = re.compile(r";\s*(\w+)\s*=\s*\"?([^\";,]*)")
 
 
 class Page(NamedTuple):
@@ -51,33 +55,40 @@ class Page(NamedTuple):
     state: str
 
 
-def has_statements(doc):
-    """Whether headers or <meta> came with a document and were read, an empty list too: else it may have opted out."""
-    return statements(doc).state == "known"
-
-
 def statements(doc):
     """
     The headers, <meta> and <link> of a document, a Page: doc has any of COLUMNS. headers and metas are pairs, a dict, a
     list of objects with name (or key) and value (or content), lines of text, or any of these as JSON or bytes.
     """
+    pairs, links, state = [], [], "none"
+    for column, value in cells_of(doc):
+        place, name = COLUMNS[column]
+        if place == "link":
+            links += links_in(value)
+            continue
+        entries, is_whole = ([(name, as_text(value))], is_plain(value)) if name else read_pairs(value)
+        pairs += [(place, *entry) for entry in entries]
+        links += [] if name else links_in(value)
+        if column not in OTHERS and state != "unread":
+            state = "known" if is_whole else "unread"
+    links += [url for _, name, value in pairs if name == "link" for url in links_of_header(value)]
+    return Page(pairs, links, state)
+
+
+def cells_of(doc):
+    """[(column, value)] of the columns of a document that are not empty, in the order of COLUMNS."""
     cells = [(column_of(name), value) for name, value in doc.items()]
     cells = [(column, value) for column, value in cells if column in COLUMNS and not is_empty(value)]
-    pairs, links, states = [], [], {"none"}
-    for column, (place, name) in COLUMNS.items():
-        for value in [value for cell, value in cells if cell == column]:
-            if name:
-                entries, is_whole = [(name, as_text(value))], is_plain(value)
-            else:
-                links += links_in(opened(value))
-                entries, is_whole = read_pairs(value) if place else ([], True)
-            pairs += [(place, *entry) for entry in entries]
-            # Columns of these names may hold other links.
-            if column not in ("link", "links"):
-                states.add("known" if is_whole else "unread")
-    links += [url for _, name, value in pairs if name == "link" for url in links_of_header(value)]
-    state = next(state for state in ("unread", "known", "none") if state in states)
-    return Page(pairs, links, state)
+    return sorted(cells, key=lambda cell: list(COLUMNS).index(cell[0]))
+
+
+def has_statements(doc):
+    """Whether headers or <meta> came with a document and were read, an empty list too: else it may have opted out."""
+    return statements(doc).state == "known"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# names and values
 
 
 @lru_cache(maxsize=4096)
@@ -88,83 +99,104 @@ def column_of(name):
 
 def spelled(name):
     """A name in lower case, with - for _."""
-    return str(name).strip().lower().replace("_", "-")
+    return decoded(name).strip().lower().replace("_", "-")
 
 
-def is_plain(value):
-    """Whether a value is a text, a number, or a list of these, so that as_text() loses nothing of it."""
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    return not any(isinstance(part, (dict, list, tuple)) for part in parts)
+def decoded(value):
+    """A value as text."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def is_empty(value):
     """Whether the cell of a table is empty: None, "", b"", NaN."""
-    return isinstance(value, (str, bytes)) and not value.strip() or value is None or value != value
+    return value is None or value != value or isinstance(value, (str, bytes)) and not value.strip()
 
 
-def opened(value):
-    """The value of bytes or of a JSON text; other text as its lines, for headers."""
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", "replace")
-    if not isinstance(value, str):
-        return value
-    try:
-        return opened(json.loads(value))
-    except Exception:                                      # no JSON, or too deep
-        pass
-    # RFC 9112 sec. 5.2: a line that begins with white space continues the one before.
-    return re.sub(r"\n[ \t]+(?=\S)", " ", re.sub(r"\r\n?", "\n", value)).split("\n")
+def is_plain(value):
+    """Whether a value is a text, a number, or a list of these, so that as_text() loses nothing of it."""
+    return not any(isinstance(part, (dict, list, tuple)) for part in parts_of(value))
+
+
+def parts_of(value):
+    """The parts of a list; another value as a list of one."""
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def as_text(value):
+    """A value of a header or <meta> as text; those of a list with commas between them."""
+    # A column of numbers with missing values holds floats: 1.0 for 1.
+    return ", ".join(decoded(int(part) if part in (0, 1) else part).strip() for part in parts_of(value))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# headers and <meta>
 
 
 def read_pairs(value):
     """([(name, text)], whether all of it was read) of headers or <meta>."""
     value = opened(value)
     if isinstance(value, dict):
-        keys = {*map(spelled, value)}
-        value = [value] if keys & {*NAMES} and keys & {*VALUES} else [*value.items()]
+        keys = set(map(spelled, value))
+        value = list(value.items()) if keys.isdisjoint(NAMES) or keys.isdisjoint(VALUES) else [value]
     if not isinstance(value, (list, tuple)):
         return [], value is None
     entries = [pair_of(entry) for entry in value]
     return [pair for pair in entries if pair], None not in entries
 
 
+def opened(value):
+    """The value of a JSON text; another text as its lines, for headers."""
+    if not isinstance(value, (str, bytes)):
+        return value
+    text = decoded(value)
+    try:
+        return opened(json.loads(text))
+    except Exception:                                      # no JSON, or too deep
+        # RFC 9112 sec. 5.2: a line that begins with white space continues the one before.
+        return re.sub(r"\n[ \t]+(?=\S)", " ", re.sub(r"\r\n?", "\n", text)).split("\n")
+
+
 def pair_of(entry):
     """(name, text) of an entry of headers or <meta>; () if it has none; None if it cannot be read."""
-    if isinstance(entry, bytes):
-        entry = entry.decode("utf-8", "replace")
-    if entry is None or isinstance(entry, str) and (not entry.strip() or _STATUS.fullmatch(entry.strip())):
+    if entry is None:
         return ()
-    if isinstance(entry, str):
-        m = _FIELD.fullmatch(entry.strip())
-        return m and (spelled(m[1]), m[2].strip())
+    if isinstance(entry, (str, bytes)):
+        return pair_of_line(decoded(entry).strip())
     if isinstance(entry, dict):
-        entry = {spelled(key): value for key, value in entry.items() if value is not None}
-        names, values = ([entry[key] for key in keys if key in entry] for keys in (NAMES, VALUES))
-        if "rel" in entry or not entry or len(entry) == 1 and (names or values):
-            return ()
-        # {"charset": "utf-8"}
-        entry = [*zip(names, values)][0] if names and values else [*entry.items()][0] if len(entry) == 1 else None
+        return pair_of_object({spelled(key): value for key, value in entry.items() if value is not None})
     if isinstance(entry, (list, tuple)) and len(entry) == 2 and is_plain(entry[1]):
-        name = entry[0]
-        return spelled(name.decode("utf-8", "replace") if isinstance(name, bytes) else name), as_text(entry[1])
+        return spelled(entry[0]), as_text(entry[1])
     return None
 
 
-def as_text(value):
-    """A value of a header or <meta> as text; those of a list with commas between them."""
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", "replace")
-    if isinstance(value, (list, tuple)):
-        return ", ".join(as_text(part) for part in value if is_plain(part) and not isinstance(part, (list, tuple)))
-    # A column of numbers with missing values holds floats: 1.0 for 1.
-    return str(int(value) if value in (0, 1) else value).strip()
+def pair_of_line(line):
+    """pair_of() of a line: X-Robots-Tag: noai."""
+    if not line or _STATUS.fullmatch(line):
+        return ()
+    m = _FIELD.fullmatch(line)
+    return m and (spelled(m[1]), m[2].strip())
 
 
-def links_in(entries):
-    """The URLs of RSL licences in a list of <link>: objects with rel, href and type, or pairs of rel and href."""
+def pair_of_object(entry):
+    """pair_of() of an object without nulls: {"name": ..., "value": ...}, {"x-robots-tag": ...}; () for a <link>."""
+    name = next((entry[key] for key in NAMES if key in entry), None)
+    value = next((entry[key] for key in VALUES if key in entry), None)
+    if name is not None and value is not None:
+        return pair_of((name, value))
+    if len(entry) == 1 and name is None and value is None:
+        return pair_of(next(iter(entry.items())))
+    return () if len(entry) < 2 or "rel" in entry else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# links to licences
+
+
+def links_in(value):
+    """The URLs of RSL licences among <link>: objects with rel, href and type, or pairs of rel and href."""
     links = []
-    for entry in entries if isinstance(entries, (list, tuple)) else [entries]:
-        if isinstance(entry, (list, tuple)) and 2 <= len(entry) <= 3:
+    for entry in parts_of(opened(value)):
+        if isinstance(entry, (list, tuple)):
             entry = dict(zip(("rel", "href", "type"), entry))
         if isinstance(entry, dict):
             rel, href, kind = (as_text(entry.get(key) or "") for key in ("rel", "href", "type"))
@@ -175,9 +207,9 @@ def links_in(entries):
 def links_of_header(value):
     """The URLs of RSL licences in a header Link."""
     urls = []
-    for url, parameters in _LINK.findall(value):
-        of = dict(re.findall(r";\s*(\w+)\s*=\s*\"?([^\";,]*)", parameters.lower()))
-        urls += [url] * is_rsl(of.get("rel", ""), url, of.get("type", ""))
+    for url, rest in _LINK.findall(value):
+        parameters = dict(_PARAMETER.findall(rest.lower()))
+        urls += [url] * is_rsl(parameters.get("rel", ""), url, parameters.get("type", ""))
     return urls
 
 
