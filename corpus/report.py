@@ -17,9 +17,13 @@ from numpy.lib.format import open_memmap
 from tqdm import tqdm
 
 from corpus.folder import shards_of
-from corpus.ledger import FILE, NUMBERS, PII, ledger, rows_of
-from corpus.robots import FILE_STATES, FILES, RESERVED, file_state, host_key
+from corpus.ledger import FILE, NUMBERS, PII, ledger, ledger_rows
+from corpus.readers import counts_of
+from corpus.reservations import MARKS, RESERVED, UNKNOWN
+from corpus.robots import FILE_STATES, file_state
 from corpus.rules import RULES
+from corpus.stores import FILES
+from corpus.urls import host_key, site_key
 from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
 
 # Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
@@ -33,6 +37,7 @@ REASONS = {
     "bad-url": "not a URL (--missing=deny)",
     "no-url": "has no URL (--missing=deny)",
     **RESERVED,
+    **{reason: f"{text} (--missing=deny)" for reason, text in UNKNOWN.items()},
     **RULES,
     "contaminated": "contains an evaluation prompt",
     "tokens": "too few or too many tokens",
@@ -128,8 +133,8 @@ def hosts_of(folder, store, reservations):
     store: open_robots(path) or None. reservations: open_reservations(path) or None.
     """
     hosts, lost = set(), {}
-    for row in rows_of(folder, ["url", "reason", "bytes"]):
-        host = host_key(row["url"])
+    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
+        host = site_key(row["url"])
         hosts.add(host)
         if host and row["reason"].partition(":")[0] in OPT_OUTS:
             n, size = lost.get(host, (0, 0))
@@ -193,7 +198,7 @@ def write_report(folder, vocabulary, shards, provenance):
 
 def count_without_url(folder):
     """How many kept documents have no URL, so that no opt-out of a host was consulted for them."""
-    rows = rows_of(folder, ["url", "reason", "bytes"])
+    rows = ledger_rows(folder, ["url", "reason", "bytes"])
     return sum(row["bytes"] > 0 and not row["reason"] and not host_key(row["url"]) for row in rows)
 
 
@@ -212,6 +217,9 @@ def notes(report):
     # Reports of older versions do not count the statements of documents.
     if report["robots"] and "statements" in report["robots"]:
         sentences += opt_outs_consulted(report)
+    for store in report.get("stores", []):
+        ignored = "; ".join(counts_of(store.get("ignored", {})))
+        sentences += [f"--{store['setting']}: not read: {ignored}"] * bool(ignored)
     removed = Counter({name or "not stated": group["removed"].get("license", [0])[0]
                        for name, group in report["licenses"].items()})
     if licenses := ", ".join(f"{name} {n:,}" for name, n in removed.most_common(8) if n):
@@ -224,19 +232,28 @@ def opt_outs_consulted(report):
     robots, settings = report["robots"], [store["setting"] for store in report["stores"]]
     counts, missing = robots["hosts"], robots["missing"]
     hosts, unknown, several = counted(counts["seen"], "host"), counts["unknown"], counts["several"]
-    parts = ["robots.txt not consulted (--robots)", f"{' and '.join(FILES)} not consulted (--reservations)"]
+    parts = ["robots.txt not consulted (--robots)", f"{in_words(FILES)} not consulted (--reservations)"]
     if "robots" in settings:
         parts[0] = f"robots.txt of {counts['seen'] - unknown:,} of {hosts}"
         parts[0] += (f" ({unknown:,} unknown: not in the store or not fetched; --missing={missing} "
                      f"{'keeps' if missing == 'allow' else 'removes'} their pages)") * (unknown > 0)
     if "reservations" in settings:
-        parts[1] = " and ".join(f"{file} of {n:,}" for file, n in robots["reservations"].items()) + f" of {hosts}"
+        parts[1] = in_words([f"{file} of {n:,}" for file, n in robots["reservations"].items()]) + f" of {hosts}"
     if "blocked" in settings:
         parts.append("the list of --blocked")
     of_documents = counted(report["total"]["documents_in"], "document")
     parts.append(f"headers or <meta> known for {robots['statements']:,} of {of_documents}")
-    differ = f"{counted(several, 'host')} with different files in a store: the last row of each counts"
-    return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0)
+    # Reports of older versions have neither snapshots nor marks.
+    counts = "any of them may refuse" if robots.get("snapshots") == "any" else "the last one of each counts"
+    differ = f"{counted(several, 'host')} with different files in a store: {counts}"
+    marks = [f"{counted(mark['documents'], 'document')} of {counted(len(mark['hosts']), 'host')}: {MARKS[name]}"
+             for name, mark in robots.get("marks", {}).items() if mark["documents"]]
+    return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0) + marks
+
+
+def in_words(names):
+    """A list in a sentence: a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def counted(n, noun):

@@ -15,7 +15,7 @@ question too, and a missing label or a tie never moves an answer.
 
 A judge gives the log-probs of words as the first token of its reply. There are two kinds of MODEL:
 
-    run folder, or folder or hub name of an Apertus     loaded by convert.py, asked in the format of chat.py
+    run folder, or folder or hub name of an Apertus     loaded by weights/read.py, asked in the format of chat.py
     http://localhost:8000/v1#NAME                       any model behind an OpenAI-compatible server (vllm serve NAME)
 
 Control tokens in a question or an answer stay text for both. A server's vocabulary is unknown here, so a zero-width
@@ -42,9 +42,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-import convert
 from chat import DATE, content_of
 from engine.files import read_text, sha256, sha256_of
+from weights.folders import folder_of, weights_in
+from weights.read import load_for_inference
 
 DIGITS = "123456789"
 LABELS = "AB"
@@ -165,7 +166,7 @@ class Local:
 
     def __init__(self, name, device):
         self.name = name
-        self.model, self.tok = convert.load_for_inference(name, device, "auto")
+        self.model, self.tok = load_for_inference(name, device, "auto")
         self.tok.check_chat()
         # "8", " 8" and "8\n" are the same answer. The published scripts count only one spelling.
         self.spelled = defaultdict(list)
@@ -286,7 +287,7 @@ def charter_hash(spec):
     """
     model, charter = parse_spec(spec)
     if "://" not in model:
-        path = glob.escape(convert.weights_in(convert.folder_of(model)))
+        path = glob.escape(weights_in(folder_of(model)))
         model = hash_of(glob.glob(f"{path}/manifest.json") or sorted(glob.glob(f"{path}/*")))
     return sha256_of([model, read_charter(charter), RATE, COMPARE, TOP])[:16]
 

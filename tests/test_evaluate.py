@@ -14,6 +14,7 @@ from scipy import stats
 from tiny import small, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import convert
 import evaluate
 import scoring
 import tokenizer
@@ -264,7 +265,7 @@ def test_lm_eval_reads_a_run_folder_and_agrees(lab, tmp_path, monkeypatch):
         found = lm_eval.simple_evaluate("hf", model, tasks=[task], task_manager=tasks, device="cpu")
         return found["results"][task], found["samples"][task]
 
-    model, tok = evaluate.convert.load_any(folder)
+    model, tok = convert.load_any(folder)
     for task, how in ("own_quiz", ()), ("own_continuation", ["--template={question} {choice}"]):
         _, ours = evaluated(tmp_path, f"{TASKS}/quiz.jsonl", f"--init_from={folder}", *how)
         template = read_json(tmp_path / "out" / "evaluation.json")["template"]

@@ -29,10 +29,11 @@ from engine import restore
 from engine.checkpoint import seal_manifest
 from engine.memory import MODES, step_memory
 from engine.recompute import recompute_activations
-from posttrain import lora
 from schedule import Plan
 from studies.kit import read_rows
 from tools import plan as planner
+from train import MAY_CHANGE
+from weights import lora
 
 # ----------------------------------------------------------------------------------------------------------------------
 # resumed runs
@@ -88,7 +89,9 @@ def resumed(first, later, saved, seconds):
     """(step, begin of the decay) with which a run goes on. None: it cannot. saved: (step, samples, begin) of each."""
     step, seen, known = saved[-1]
     begin = begin_of(later)
-    if all(first[name] == later[name] for name in ("total_samples", "decay_samples", "minutes", "schedule")):
+    if any(first[name] != later[name] for name in ("schedule", "warmup_samples")):
+        return None
+    if all(first[name] == later[name] for name in ("total_samples", "decay_samples", "minutes")):
         return step, known
     if first["schedule"] == "wsd" and seen > known:
         is_longer = 60 * later["minutes"] > seconds if later["minutes"] else later["total_samples"] > seen
@@ -120,7 +123,7 @@ def resume_after_each_step(out, seed):
     for s in (first, later):
         if s["schedule"] == "cosine" or stage_end:
             s["minutes"] = 0.0
-    plan, longer = (Plan.from_settings(s, s["minutes"] > 0, stage_end=stage_end) for s in (first, later))
+    plan, longer = (Plan.from_settings(s, stage_end=stage_end) for s in (first, later))
     begins = [begin_of(first)] * 2
     steps = steps_of(first, begins[0], stage_end)
     if request < len(steps):
@@ -143,9 +146,7 @@ def resume_after_each_step(out, seed):
         known_end = wanted and wanted[1] < math.inf
         is_done = finished and known_end and len(steps_of(later, wanted[1], stage_end)) <= wanted[0]
         try:
-            (_, manifest), begin, decayed = restore.find_checkpoint(
-                str(out), later, longer, lambda *data: data[0], None
-            )
+            (_, manifest), begin, decayed = restore.find_checkpoint(str(out), later, MAY_CHANGE, longer, None)
         except ValueError:
             assert not wanted or is_done
         else:

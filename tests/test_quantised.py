@@ -1,5 +1,5 @@
 """
-posttrain/quantised.py against bitsandbytes (golden values: packed bytes, maxima, decoded weights), dense products, and
+weights/quantised.py against bitsandbytes (golden values: packed bytes, maxima, decoded weights), dense products, and
 the tensors that torch.compile keeps for the backward pass.
 """
 
@@ -10,8 +10,8 @@ from tiny import small, tensors
 from torch.testing import assert_close
 
 import convert
-from posttrain import lora
-from posttrain.quantised import CODE, Quantised, dense, quantise, to_nf4
+from weights import lora
+from weights.quantised import CODE, Quantised, dense, quantise_blocks, to_nf4
 
 # bitsandbytes 0.50.2, quantize_4bit(w, blocksize=64, quant_type="nf4") of w (200, 128), without and with double
 # quantisation.
@@ -85,7 +85,7 @@ def test_a_few_rows_in_bf16_are_multiplied_in_8_bits(rows, K):
 
 @both
 def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
-    model, few = wide(), quantise(wide(), base)
+    model, few = wide(), quantise_blocks(wide(), base)
     with pytest.raises(ValueError):
         convert.save_hf(few, "/proc/few")
     parameters, kept = (dict(m.named_parameters()) for m in (model, few))
@@ -96,12 +96,12 @@ def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
 
 
 def test_an_adapter_on_nf4_trains_and_merges_into_its_decoded_matrix():
-    model = lora.add_lora(quantise(wide(), "nf4"), dict(r=4, lora_alpha=8, target_modules=lora.MATRICES))
+    model = lora.add_lora(quantise_blocks(wide(), "nf4"), dict(r=4, lora_alpha=8, target_modules=lora.MATRICES))
     lora.init_lora(model, 1)
     model.loss(IDX, IDX).backward()
     for layer in lora.lora_layers(model).values():
         assert layer.lora_B.weight.grad.any()
         torch.nn.init.normal_(layer.lora_B.weight, std=0.1)
     adapted = model(IDX)
-    lora.merge(model)
+    lora.merge_adapters(model)
     assert_close(model(IDX), adapted, rtol=1e-4, atol=1e-5)

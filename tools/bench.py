@@ -176,9 +176,9 @@ def to_hugging_face(ours, device):
     """
     import transformers
 
-    import convert
+    from weights.config import config_to_hf
     transformers.logging.set_verbosity_error()
-    values = convert.config_to_hf(ours.config)
+    values = config_to_hf(ours.config)
     config = transformers.ApertusConfig(**values, attn_implementation="sdpa", pad_token_id=3)
     with torch.device(device):
         theirs = transformers.ApertusForCausalLM(config).float()

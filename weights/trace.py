@@ -1,0 +1,33 @@
+"""
+What each module computes, to debug another engine.
+"""
+
+import functools
+import hashlib
+
+import torch
+
+
+@torch.no_grad()
+def trace_modules(model, tok, text):
+    """
+    Print the ids of a text, and a line for each module of a model in the order of computation: its name, the shape,
+    mean, norm, and eight digits of the sha256 of its values in fp32. Later calls of the model print too.
+
+    Names and values are those of transformers' modules, so the first line that differs names the faulty module. RoPE
+    and the product of attention have no line: if q_norm, k_norm and v_proj agree and o_proj does not, look there. Mean
+    and norm agree up to rounding, the hash only if every bit does.
+    """
+    ids = [tok.bos, *tok.encode(text)]
+    for name, module in model.named_modules():
+        module.register_forward_hook(functools.partial(print_output, name))
+    print(f"ids {ids}")
+    model(torch.tensor([ids]))
+
+
+def print_output(name, module, inputs, output):
+    """Print the line of a module. output: (1, ...). The model itself, whose name is "", has no line."""
+    if name:
+        x = output[0].float()
+        digest = hashlib.sha256(x.numpy().tobytes()).hexdigest()
+        print(f"{name:45} {list(x.shape)!s:16} {x.mean():+.6e} {x.norm():.6e} {digest:.8}")
