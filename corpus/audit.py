@@ -261,9 +261,9 @@ def data_of_run(config, samples):
         data = StagedDataset(config["data"], config["stages"], config["block_size"], stage=stage)
     else:
         data = TokenDataset(config["data"], "train", config["block_size"], config["seed"])
-    if started_stages(data.fingerprint, samples) != started_stages(config["data_hash"], samples):
+    if started_stages(data.data_hash, samples) != started_stages(config["data_hash"], samples):
         raise ValueError(f"{config['data']} has changed since the run began, by a removal or a new build, so that its "
-                         f"steps cannot be counted any more: it is version {data.fingerprint:.16}, the run has read "
+                         f"steps cannot be counted any more: it is version {data.data_hash:.16}, the run has read "
                          f"{config['data_hash']:.16}")
     return data
 

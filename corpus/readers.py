@@ -131,7 +131,7 @@ def reason_to_ignore(file, name):
     return None if kind_of(file) else ending(file)
 
 
-def local(path):
+def local_files(path):
     """Yield (name, path, why it is not read) of the files that a local path or glob names."""
     for match in matches(path):
         if os.path.isfile(match):
@@ -198,7 +198,7 @@ def find(paths):
     candidates = []
     for path in paths:
         with in_one_line(path):
-            matching = list(remote(path) if "://" in path else local(path))
+            matching = list(remote(path) if "://" in path else local_files(path))
         if not matching:
             raise ValueError(f"no such file, folder or pattern: {path!r}, or an empty folder")
         candidates += matching

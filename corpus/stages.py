@@ -158,14 +158,14 @@ class Work:
             near=near,
             # The columns of the keys for near-duplicates, one for each band.
             bands=[f"band {i}" for i in range(near[0])],
-            contamination=plan.decontaminate and dedup.Contamination(dedup.read_prompts(plan.decontaminate)),
+            contamination=plan.decontaminate and dedup.Contamination(dedup.read_passages(plan.decontaminate)),
             tok=given(tokenizers.load, plan.tokenizer),
         )
 
     @cached_property
     def passages(self):
         """[{id, repetitions, text}] of the passages to plant: the repetitions are dealt out in the order of a hash."""
-        texts = given(dedup.read_prompts, self.plan.probes) or []
+        texts = given(dedup.read_passages, self.plan.probes) or []
         dealt = sorted(enumerate(texts), key=lambda passage: id_hash(f"probe/{passage[0]}{passage[1]}"))
         return [dict(id=f"probe/{i}", repetitions=times, text=text)
                 for (i, text), times in zip(dealt, cycle(self.plan.repetitions))]

@@ -114,10 +114,10 @@ def is_empty(value):
 
 def is_plain(value):
     """Whether a value is a text, a number, or a list of these, so that as_text() loses nothing of it."""
-    return not any(isinstance(part, (dict, list, tuple)) for part in parts_of(value))
+    return not any(isinstance(part, (dict, list, tuple)) for part in nested(value))
 
 
-def parts_of(value):
+def nested(value):
     """The parts of a list; another value as a list of one."""
     return value if isinstance(value, (list, tuple)) else [value]
 
@@ -125,7 +125,7 @@ def parts_of(value):
 def as_text(value):
     """A value of a header or <meta> as text; those of a list with commas between them."""
     # A column of numbers with missing values holds floats: 1.0 for 1.
-    return ", ".join(decoded(int(part) if part in (0, 1) else part).strip() for part in parts_of(value))
+    return ", ".join(decoded(int(part) if part in (0, 1) else part).strip() for part in nested(value))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def pair_of_object(entry):
 def links_in(value):
     """The URLs of RSL licences among <link>: objects with rel, href and type, or pairs of rel and href."""
     links = []
-    for entry in parts_of(opened(value)):
+    for entry in nested(opened(value)):
         if isinstance(entry, (list, tuple)):
             entry = dict(zip(("rel", "href", "type"), entry))
         if isinstance(entry, dict):

@@ -87,7 +87,7 @@ def load_adapted(folder, adapters, device, dtype, base):
     model, _ = load_any(start, device, dtype, base)
     check_start(folder, settings.get("start_sha256"), weights_hash(model), start)
     add_lora(model, adapters)
-    restore.load(weights_in(folder), model)
+    restore.load_checkpoint(weights_in(folder), model)
     model.config = shape_in(folder)                        # the run may have changed its window and RoPE
     return model
 
