@@ -1,6 +1,6 @@
 # Continued pretraining of the released 8B, on a language or a domain of yours.
 #
-#     torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 \
+#     bash tools/restart.sh out/continue_8b torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 \
 #         --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 train.py configs/continue_8b.py --data=data/mine-apertus \
 #         --recompute=cheap --micro_batch=4 --resume
 #

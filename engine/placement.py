@@ -89,6 +89,10 @@ class Placement:
                              f"so --nproc_per_node={gpus}")
         return f"cuda:{self.local_rank}"
 
+    def check_window(self, shape):
+        """ValueError if P ranks cannot share the windows and heads of a model. shape: ApertusConfig."""
+        check_split("sequence_parallel", self.P, block_size=shape.block_size, n_kv_head=shape.n_kv_head)
+
     def check_batch(self, batch_size, micro_batch):
         """ValueError if the batch cannot be split into such micro-batches on each rank."""
         if batch_size < 1 or micro_batch < 1:

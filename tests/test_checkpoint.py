@@ -130,6 +130,19 @@ def test_a_save_behind_the_training_holds_the_weights_of_its_step(saver, monkeyp
     assert bits(loaded(f"{saver.folder}/step-00000001")) == before != bits(pair)
 
 
+def test_the_copy_of_a_save_lies_where_the_one_before_lay(saver, monkeypatch):
+    """New memory is eight times as slow: the kernel fills it with zeros, and a GPU cannot copy to it directly."""
+    saved = []
+    monkeypatch.setattr(checkpoint, "write", lambda folder, step, tensors, *_: saved.append(tensors))
+    pair = trained()
+    for step in (1, 2):
+        saver.save(step, *pair, {})
+        train(*pair, step)
+    saver.finish()
+    one, other, own = ({t.data_ptr() for t in tensors.values()} for tensors in (*saved, checkpoint.tensors_of(*pair)))
+    assert one == other and not one & own
+
+
 def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(saver, monkeypatch, capsys):
     """The disk is full for saves 1 and 2. Save 3 succeeds, which resets the count; saves 4, 5 and 6 fail."""
     saves = iter([full, full, dcp.save, full, full, full, full, full])

@@ -17,7 +17,7 @@ from trained import corpus
 
 import train
 from configurator import config_file, configure, read_config
-from data import StagedDataset, TokenDataset, fingerprint, mapped, permute, read_meta
+from data import StagedDataset, TokenDataset, fingerprint, mapped, open_data, permute, read_meta
 from engine.files import read_json
 from engine.restore import started_stages
 from goldfish import goldfish_mask
@@ -233,10 +233,33 @@ def test_a_damaged_shard_is_an_error(copied, damage, says):
         TokenDataset(copied[0], "train", 32).batch(0, 300)
 
 
+def test_a_shard_is_opened_when_it_is_first_read(copied):
+    """The last window is in the last shard, and in the one before if it begins there."""
+    mapped.cache_clear()
+    data = TokenDataset(copied[0], "train", 32)
+    stream = data.streams[0]
+    assert len(stream.files) > 5 and mapped.cache_info().misses == 0
+    stream.read(stream.n_tokens - 33, np.empty(33, np.int64))
+    assert mapped.cache_info().misses <= 2
+
+
+@pytest.mark.parametrize("damage", [os.remove, lambda path: os.truncate(path, 1000)])
+def test_a_shard_that_is_missing_or_cut_is_an_error_before_it_is_read(copied, damage):
+    """By its size: the first rank says so before the run begins."""
+    settings = dict(data=copied[0], seed=28, stage="", goldfish_k=0, goldfish_h=1, goldfish_hash="mix")
+    settings["goldfish_scope"] = "window"
+    open_data(settings, 32, check=True)
+    damage(copied[1])
+    open_data(settings, 32, check=False)
+    with pytest.raises((OSError, ValueError), match=os.path.basename(copied[1])):
+        open_data(settings, 32, check=True)
+
+
 def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed(copied):
     """It is noticed when the shard is mapped again; until then the old file stays mapped."""
     data = TokenDataset(copied[0], "train", 32)
-    assert not mapped(*data.streams[0].files[0]).flags.writeable
+    stream = data.streams[0]
+    assert not stream.tokens_of(0).flags.writeable
     os.utime(copied[1], ns=(0, 0))
     data.batch(0, data.n_windows)
     mapped.cache_clear()

@@ -3,7 +3,9 @@ engine/parallel.py, sequence.py, recompute.py and train.py on several processes:
 warm process (tests/faults/launch.py). Results of many ranks are compared with those of one process.
 """
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -58,7 +60,7 @@ def alone(train, data):
 @pytest.mark.parametrize(
     "ranks, args",
     [
-        (4, "--parallel=hsdp --hsdp_shard=2 --recompute=selective --sample_every=9"),
+        (4, "--parallel=hsdp --hsdp_shard=2 --micro_batch=2 --recompute=selective --sample_every=9"),
         (4, "--parallel=hsdp --hsdp_shard=2 --recompute=full --sequence_parallel=2 --micro_batch=2"),
     ],
 )
@@ -139,6 +141,52 @@ def test_a_micro_batch_gathers_the_embedding_and_the_head_once_and_each_block_tw
     assert codes == [0, 0], text[-2000:]
 
 
+# A script for four ranks; an AssertionError fails the test.
+SAVES = """
+import os, sys
+import safetensors
+import torch
+from engine import checkpoint, restore, sharding
+from engine.parallel import Ranks, distribute, orderly_exit
+from tiny import small
+
+opened, safe_open = [], safetensors.safe_open
+def counted(filename, **how):
+    opened.append(os.path.basename(filename))
+    return safe_open(filename, **how)
+safetensors.safe_open = counted
+
+with orderly_exit():
+    ranks = Ranks("hsdp", shard=2)
+    ranks.join("cpu", 60)
+    with torch.device("meta"):
+        model = small()
+    distribute(model, ranks, "cpu")
+    sharding.draw(model, 1)
+    tensors = checkpoint.tensors_of(model)
+    checkpoint.write(sys.argv[1], 1, tensors, {}, 1, 0, ranks.save_group)
+    path = f"{sys.argv[1]}/step-00000001"
+    files = {name[:11] for name in os.listdir(path) if name.startswith("shard")}
+    assert files == {"shard-00001", "shard-00002"}, files
+    before = [t.to_local().clone() for t in tensors.values()]
+    for p in model.parameters():
+        p.detach().to_local().zero_()
+    opened.clear()
+    restore.load(path, model, group=ranks.save_group)
+    assert all(t.to_local().equal(old) for t, old in zip(tensors.values(), before))
+    own = {f"shard-0000{1 + ranks.rank % 2}"}
+    assert ranks.is_main or {name[:11] for name in opened} == own, opened
+    ranks.leave()
+"""
+
+
+def test_one_copy_of_the_model_writes_a_checkpoint_and_one_rank_opens_all_its_files(launch, tmp_path):
+    """Two copies of two ranks: each rank but the first opens the files that hold its rows."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    codes, text = launch(4, tmp_path / "ckpt", script=tmp_path / "saves.py", logs=tmp_path / "log")
+    assert codes == [0] * 4, text[-2000:]
+
+
 # The launcher's number of processes, the flags, and words of the error.
 REFUSED = [
     (2, "--parallel=none", "2 processes were started and parallel=none is one"),
@@ -147,7 +195,7 @@ REFUSED = [
     (3, "--parallel=fsdp", "micro_batch=4 on each of 3 processes"),
     (4, "--parallel=hsdp --hsdp_shard=3", "hsdp_shard=3 does not divide processes=4: take a"),
     (4, "--parallel=fsdp --sequence_parallel=0", "sequence_parallel=0 does not divide"),
-    (4, "--parallel=fsdp --sequence_parallel=4", "sequence_parallel=4 does not divide n_kv_head=2: take"),
+    (4, "--parallel=fsdp --sequence_parallel=4 --n_kv_head=2", "sequence_parallel=4 does not divide n_kv_head=2: take"),
     (2, "--parallel=fsdp --sequence_parallel=2 --block_size=63", "does not divide block_size=63"),
     (2, "--parallel=fsdp --sequence_parallel=2 --exact", "sums over a split window round differently"),
 ]
@@ -234,19 +282,22 @@ runpy.run_path("train.py", run_name="__main__")
 def torchrun(tmp_path):
     """torchrun(script, *args): the documented line, on two ranks: its process, and a function that reads its log."""
     [line] = [line for line in Path(ROOT, "docs/scale.md").read_text().splitlines() if "configs/node.py" in line]
-    flags = line.partition("train.py")[0].replace("torchrun", "-m torch.distributed.run").replace("=8", "=2")
+    start_of_line = line.partition("train.py")[0].replace("=8", "=2").replace("out/node", f"{tmp_path}/run")
+    start_of_line = start_of_line.replace(" torchrun ", f" {sys.executable} -m torch.distributed.run ")
     started = []
 
     def start(script, *args):
         with open(tmp_path / "log", "w") as out:
-            command = [sys.executable, *flags.split(), script, *args]
+            command = [*start_of_line.split(), script, *args]
             env = os.environ | dict(PYTHONPATH=ROOT)
-            started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out))
+            how = dict(cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
+            started.append(subprocess.Popen(command, **how))
         return started[-1], (tmp_path / "log").read_text
 
     yield start
     for process in started:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -257,7 +308,7 @@ def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path, torchrun):
     while "10/" not in text():
         assert process.poll() is None, text()
         time.sleep(1)
-    process.terminate()
+    os.killpg(process.pid, signal.SIGTERM)  # and nothing starts it again
     process.wait(90)
     assert "stopped as asked after step" in text(), text()
     [saved] = steps(tmp_path / "run")
@@ -265,23 +316,23 @@ def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path, torchrun):
     assert done.returncode == 0 and steps(tmp_path / "run") == [saved, saved + 1]
 
 
-# The second rank dies in step 9, and after its restart in step 19.
+# The second rank dies in step 9, and once started again in step 19.
 DIES = """
 import os, runpy, signal
 from engine.run import Run
-def steps(self, steps=Run.steps):
-    for step in steps(self):
-        if self.ranks.rank == 1 and step == 9 + 10 * int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield step
-Run.steps = steps
+def begin_step(self, begin_step=Run.begin_step):
+    step = begin_step(self)
+    if self.ranks.rank == 1 and step in (9, 19) and not os.path.exists(f"{self.out}-died-{step}"):
+        open(f"{self.out}-died-{step}", "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step
+Run.begin_step = begin_step
 runpy.run_path("train.py", run_name="__main__")
 """
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_has_died(data, tmp_path, torchrun):
-    """Twice, and the run ends as if undisturbed."""
+def test_a_run_whose_rank_has_died_twice_ends_as_if_undisturbed(data, tmp_path, torchrun):
     how = "--exact --micro_batch=2 --total_samples=200"
     (tmp_path / "dies.py").write_text(DIES)
     train = arguments(data, tmp_path / "run", f"{how} --parallel=fsdp --resume")
