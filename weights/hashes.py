@@ -27,7 +27,7 @@ def tensor_hash(values):
 def weights_hash(model):
     """
     The sha256 of all values of a model's weights, as hex: equal in fp32 and in bf16, quantised or not, sharded or not.
-    Adapters do not count. All ranks call this. The 8B takes 24 s on one core, 4 s on eight.
+    Adapters do not count. All ranks call this. The 8B has 16 GB of such values, and a core hashes 0.7 GB a second.
     """
     digest = hashlib.sha256()
     for path, module in model.named_modules():
