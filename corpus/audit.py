@@ -27,7 +27,7 @@ from tqdm import tqdm
 from configurator import run
 from corpus.dedup import LONG, fingerprint, normalized, signatures, words
 from corpus.folder import shards_of
-from corpus.ledger import names_in, names_of, rows_of
+from corpus.ledger import first_kind, is_email, ledger_rows, names_in, names_of, was_kept
 from corpus.pii import scrub_pii
 from corpus.readers import kind_of
 from corpus.report import counted, described, verify
@@ -66,12 +66,12 @@ def find_rows(folder, meta):
     if not text.strip():
         raise ValueError(f"find={find!r} is empty: want an id, a URL, a host, a text, or a text file")
     # A file is found by its text alone.
-    wanted, matches = set() if is_file else names_in(find), []
+    wanted, matches = set() if is_file else set().union(*names_in(find)), []
     wanted.add(("text", fingerprint(text)))
-    for row in rows_of(folder):
-        same = (names_of(row) | {("text", row["text"])}) & wanted
+    for row in ledger_rows(folder):
+        same = names_of(row) & wanted
         if same:
-            matches.append((f"this {min(key for key, _ in same).replace('url', 'URL')}", row))
+            matches.append((f"this {first_kind(same).replace('url', 'URL')}", row))
     searches = all(match == "this text" for match, _ in matches)
     matches += copies_of([row for _, row in matches], folder)
     if not searches or is_short(text):
@@ -93,13 +93,8 @@ def copies_of(rows, folder):
     """
     known = {row["id"] for row in rows}
     removed = {row["text"]: row["id"] for row in rows if row["reason"]}
-    return [(f"the text of {removed[row['text']]}", row) for row in (rows_of(folder) if removed else ())
+    return [(f"the text of {removed[row['text']]}", row) for row in (ledger_rows(folder) if removed else ())
             if row["text"] in removed and was_kept(row) and row["id"] not in known]
-
-
-def was_kept(row):
-    """Whether a document is in the shards, or was until --remove."""
-    return not row["reason"] or row["withdrawn"]
 
 
 def search_shards(folder, meta, text):
@@ -118,7 +113,7 @@ def search_shards(folder, meta, text):
     begins = {shard["file"]: begin for shard, begin in zip(shards, stream.begins)}
     with tqdm(desc="texts", total=stream.n_tokens, unit="tok", unit_scale=True, disable=None,
               leave=False) as progress:
-        for row in rows_of(folder):
+        for row in ledger_rows(folder):
             if row["reason"]:
                 continue
             ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
@@ -139,7 +134,7 @@ def print_matches(folder):
     Print whether `find` is in a data folder, and with `when` at which steps a run read it. Returns how many documents
     match.
     """
-    meta, _ = described(folder)
+    meta, report = described(folder)
     matches = find_rows(folder, meta)
     steps = steps_of([row for _, row in matches if was_kept(row)], folder)
     originals = {row["text"]: row["id"] for _, row in matches if was_kept(row)}
@@ -151,7 +146,7 @@ def print_matches(folder):
         if when and was_kept(row):
             print(f"    {next(steps)}")
     if not matches:
-        print(no_answer(folder))
+        print(no_answer(folder, report))
     return len(matches)
 
 
@@ -166,12 +161,15 @@ def answer(match, row, originals, folder):
             f"{row['split']}, from token {row['offset']:,} of {row['shard']}{origin}")
 
 
-def no_answer(folder):
-    """A sentence for `find` without a match. It names a search that was left out."""
+def no_answer(folder, report):
+    """A sentence for `find` without a match. It says what the search could not see."""
     if os.path.isfile(find):
         return f"the text of {find} is not in {folder}, nor a text like it"
-    part = f". Inside of texts it was not searched: it has fewer than {SHORTEST} bytes"
-    part = part if is_short(find) else ", nor a part of one"
+    part = ", nor a part of one"
+    if is_short(find):
+        part = f". Inside of texts it was not searched: it has fewer than {SHORTEST} bytes"
+    elif is_email(find) and report["pii"]["scrubbed"]:
+        part += ". prepare.py has replaced e-mail addresses in all texts but code"
     return f"{find[:60]!r} is no id, URL, host or text of a document in {folder}{part}"
 
 
@@ -263,9 +261,9 @@ def data_of_run(config, samples):
         data = StagedDataset(config["data"], config["stages"], config["block_size"], stage=stage)
     else:
         data = TokenDataset(config["data"], "train", config["block_size"], config["seed"])
-    if started_stages(data.fingerprint, samples) != started_stages(config["data_hash"], samples):
+    if started_stages(data.data_hash, samples) != started_stages(config["data_hash"], samples):
         raise ValueError(f"{config['data']} has changed since the run began, by a removal or a new build, so that its "
-                         f"steps cannot be counted any more: it is version {data.fingerprint:.16}, the run has read "
+                         f"steps cannot be counted any more: it is version {data.data_hash:.16}, the run has read "
                          f"{config['data_hash']:.16}")
     return data
 

@@ -23,7 +23,7 @@ import pyarrow
 import pyarrow.parquet
 
 from corpus.readers import kind_of
-from corpus.robots import host_key, split_url
+from corpus.urls import host_key, split_url
 from engine.files import in_one_line
 
 FILE = "documents.parquet"
@@ -58,35 +58,81 @@ def ledger(folder, columns=None):
             yield pyarrow.Table.from_batches([batch])
 
 
-def rows_of(folder, columns=None):
+def ledger_rows(folder, columns=None):
     """Yield the rows of a data folder as dicts."""
     for table in ledger(folder, columns):
         yield from table.to_pylist()
 
 
+def was_kept(row):
+    """Whether a document is in the shards, or was until --remove."""
+    return not row["reason"] or bool(row["withdrawn"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# names of documents
+
+# The kinds of names. The first kind that a document and a list share is the reason of its removal.
+KINDS = ("id", "url", "path", "text", "host")
+
+
 def names_of(row):
     """
-    The names of a row in a list, {("id", name), ("url", name), ("host", name)}: its id; the own id of a row in a file,
-    without the name of the file; its URL, as normalized_url() has it; its host and the domains that this is part of.
+    The names of a row, {(kind, name)}:
+
+        id      its id; the own id of a row in a file, without the name of the file
+        url     its URL, as normalized_url() has it
+        path    the same, and each part of it that ends before a slash
+        host    its host and the domains that this is part of
+        text    the fingerprint of its text
     """
     file, _, own_id = row["id"].partition(":")
-    names = {("id", row["id"])}
+    names = {("id", row["id"]), ("text", row["text"])}
     if own_id and kind_of(file) not in (None, "text"):
         names.add(("id", own_id))
     if row["url"]:
-        names.add(("url", normalized_url(row["url"])))
+        url = normalized_url(row["url"])
+        names |= {("url", url), ("path", url)}
+        names |= {("path", url[:slash.start()]) for slash in re.finditer("/", url)}
     labels = (host_key(row["url"]) or "").split(".")
     return names | {("host", ".".join(labels[n:])) for n in range(len(labels))}
 
 
 def names_in(line):
-    """The names, as names_of() has them, that a line of a list may mean: an id, a URL if it has a slash, or a host."""
-    names = {("id", line)}
-    if "/" in line:
-        names.add(("url", normalized_url(line)))
-    elif re.fullmatch(r"[^: ]*\.[^: ]*", line):
-        names.add(("host", normalized_host(line)))
-    return names
+    """
+    The meanings of a line of a list: one set of names as names_of() has them, or two, of which the second counts if no
+    document has a name of the first. Each line may be an id. Otherwise
+
+        uni.example                 this host and its subdomains
+        uni.example/~jane/          all pages below, and the page itself
+        uni.example/~jane           this page
+        https://uni.example/a       this page
+        https://uni.example         this page; if there is none, the host
+        https://uni.example/~jane/  this page; if there is none, all pages below
+        jane@uni.example            nothing: an e-mail address names no host
+    """
+    as_id, address = ("id", line), re.sub(r"^(?:\w+:)?//", "", line)
+    authority, slash, path = address.partition("/")
+    url = normalized_url(line)
+    if "@" in authority:
+        # A user's name in a URL does not matter, but "jane@uni.example" is no page either.
+        return [{as_id} if address == line else {as_id, ("url", url)}]
+    below = ("path", url) if path else ("host", normalized_host(authority))
+    if address != line:
+        return [{as_id, ("url", url)}, *[{below}] * (line.endswith("/") or not path)]
+    if slash:
+        return [{as_id, below if line.endswith("/") else ("url", url)}]
+    return [{as_id, below} if re.fullmatch(r"[^: ]*\.[^: ]*", line) else {as_id}]
+
+
+def first_kind(names):
+    """The kind of a set of names that comes first in KINDS; None if the set is empty."""
+    return min((kind for kind, _ in names), key=KINDS.index, default=None)
+
+
+def is_email(line):
+    """Whether a line of a list is an e-mail address."""
+    return bool(re.fullmatch(r"[^@/\s]+@[^@/\s]+\.[^@/\s]+", line))
 
 
 def normalized_url(url):
@@ -96,7 +142,9 @@ def normalized_url(url):
 
 
 def normalized_host(host):
-    """A host as split_url() writes it, without www."""
+    """A host as split_url() writes it, without www. An e-mail address stays one, which is no host."""
+    if "@" in host:
+        return host
     return (host_key(f"//{host}") or host).removeprefix("www.")
 
 

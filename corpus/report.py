@@ -1,12 +1,15 @@
 """
-meta.json, report.json and report.md of a data folder. All their numbers come from one list, the sums over its ledger.
+meta.json and the report of a data folder: report.json, report.md, domains.csv, hosts_*.csv. All numbers are sums over
+its ledger.
 
 Removed documents are never tokenized: the report estimates their tokens from their bytes, at the rate of the kept
 documents of the same source and language.
 """
 
+import math
 import os
 from collections import Counter
+from functools import lru_cache
 from operator import itemgetter
 
 import jinja2
@@ -14,12 +17,17 @@ import numpy as np
 import pyarrow
 import pyarrow.compute as pc
 from numpy.lib.format import open_memmap
+from publicsuffixlist import PublicSuffixList
 from tqdm import tqdm
 
 from corpus.folder import shards_of
-from corpus.ledger import FILE, NUMBERS, PII, ledger, rows_of
-from corpus.robots import FILE_STATES, FILES, RESERVED, file_state, host_key
+from corpus.ledger import FILE, NUMBERS, PII, ledger, ledger_rows
+from corpus.readers import counts_of
+from corpus.reservations import MARKS, RESERVED, UNKNOWN
+from corpus.robots import FILE_STATES, file_state
 from corpus.rules import RULES
+from corpus.stores import FILES
+from corpus.urls import host_key, site_key
 from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
 
 # Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
@@ -33,6 +41,7 @@ REASONS = {
     "bad-url": "not a URL (--missing=deny)",
     "no-url": "has no URL (--missing=deny)",
     **RESERVED,
+    **{reason: f"{text} (--missing=deny)" for reason, text in UNKNOWN.items()},
     **RULES,
     "contaminated": "contains an evaluation prompt",
     "tokens": "too few or too many tokens",
@@ -43,6 +52,15 @@ REASONS = {
 OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
 # Tokens of a shard that are in memory at a time.
 PIECE = 1 << 20
+# The share of all domains that the Commission's template for the public summary of training content lists (AI Act,
+# art. 53(1)(d)); hosts or domains in a table of report.md.
+TOP_SHARE, SHOWN = 0.1, 20
+# The files that write_hosts() writes, and the hosts in each.
+HOSTS = {
+    "hosts_refused.csv": "lost documents to opt-outs",
+    "hosts_unknown.csv": "have no robots.txt in the store, or it was not fetched",
+    "hosts_several.csv": "have different files in a store",
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,29 +139,107 @@ def total(rows):
     )
 
 
-def hosts_of(folder, store, reservations):
+def totals_by(rows, name):
+    """{value of a column: total() of the rows of sums() that have it}, in alphabetical order."""
+    return {value: total(group) for value, group in sorted(grouped(rows, name).items())}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# hosts and domains
+
+
+def write_hosts(folder, store, reservations):
     """
-    How many hosts have a file in the stores, and the 20 hosts that lost the most bytes to opt-outs.
+    Write the files HOSTS next to a ledger: documents and bytes of each host, those that it lost or those that came in.
+    Returns how many hosts have a file in the stores, and the SHOWN hosts that lost the most bytes to opt-outs.
 
     store: open_robots(path) or None. reservations: open_reservations(path) or None.
     """
-    hosts, lost = set(), {}
-    for row in rows_of(folder, ["url", "reason", "bytes"]):
-        host = host_key(row["url"])
-        hosts.add(host)
-        if host and row["reason"].partition(":")[0] in OPT_OUTS:
-            n, size = lost.get(host, (0, 0))
-            lost[host] = [n + 1, size + row["bytes"]]
-    hosts.discard(None)
-    count = Counter(file_state(host, store) for host in hosts)
+    seen, lost = {}, {}
+    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
+        host = site_key(row["url"])
+        if host:
+            add_size(seen, host, row)
+            if row["reason"].partition(":")[0] in OPT_OUTS:
+                add_size(lost, host, row)
+    states = {host: file_state(host, store) for host in seen}
+    unknown = {host: seen[host] for host, state in states.items() if store and state == "unknown"}
     stores = reservations or {}
-    files = {file: sum(files.get(host) is not None for host in hosts) for file, files in stores.items()}
-    several = set().union(*(files.several for files in [store, *stores.values()] if files))
-    # The most bytes first; equal ones by name.
-    ordered = sorted(lost.items(), key=lambda entry: (-entry[1][1], entry[0]))
-    states = {state: count[state] for state in FILE_STATES}
-    hosts = dict(seen=len(hosts), **states, several=len(several), blocked=len(lost))
-    return dict(top_blocked_hosts=dict(ordered[:20]), hosts=hosts, reservations=files)
+    names = set().union(*(files.several for files in [store, *stores.values()] if files))
+    several = {host: seen.get(host, [0, 0]) for host in names}
+    tables = dict(zip(HOSTS, (lost, unknown, several)))
+    for file, sizes in tables.items():
+        write_sizes(f"{folder}/{file}", "host", sizes)
+    count = Counter(states.values())
+    return dict(
+        top_blocked_hosts=dict(largest(lost)[:SHOWN]),
+        hosts=dict(seen=len(seen), **{state: count[state] for state in FILE_STATES}, several=len(several),
+                   blocked=len(lost)),
+        reservations={file: sum(files.get(host) is not None for host in seen) for file, files in stores.items()},
+        host_files={file: len(sizes) for file, sizes in tables.items() if sizes},
+    )
+
+
+def write_domains(folder):
+    """
+    Write domains.csv next to a ledger: the TOP_SHARE of the registered domains with the most kept text. Returns how
+    many there are and how many it lists, the bytes of both, the first SHOWN, and how many kept documents have no URL,
+    so that no opt-out of a host was consulted for them.
+    """
+    sizes, without_url = {}, 0
+    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
+        # Planted passages did not come in and have no bytes.
+        if row["reason"] or not row["bytes"]:
+            continue
+        host = host_key(row["url"])
+        without_url += not host
+        if host:
+            add_size(sizes, registered_domain(host), row)
+    top = dict(largest(sizes)[:math.ceil(TOP_SHARE * len(sizes))])
+    write_sizes(f"{folder}/domains.csv", "domain", top)
+    return dict(
+        domains=len(sizes),
+        bytes=sum(size for _, size in sizes.values()),
+        listed=len(top),
+        listed_bytes=sum(size for _, size in top.values()),
+        top=dict(largest(top)[:SHOWN]),
+        without_url=without_url)
+
+
+@lru_cache(1 << 16)
+def registered_domain(host):
+    """
+    The name that the owner of a host has registered: a.b.example.co.uk -> example.co.uk, by the part of the Public
+    Suffix List for registries (publicsuffix.org). An address stays as it is.
+    """
+    if ":" in host or host.rpartition(".")[2].isdigit():
+        return host
+    return suffix_list().privatesuffix(host) or host
+
+
+@lru_cache(1)
+def suffix_list():
+    """The Public Suffix List that the package carries, read once; it is never fetched."""
+    return PublicSuffixList(only_icann=True)
+
+
+def add_size(sizes, name, row):
+    """Add a document to {name: [documents, bytes]}."""
+    size = sizes.setdefault(name, [0, 0])
+    size[0] += 1
+    size[1] += row["bytes"]
+
+
+def largest(sizes):
+    """The items of {name: [documents, bytes]}, the most bytes first, equal ones by name."""
+    return sorted(sizes.items(), key=lambda item: (-item[1][1], item[0]))
+
+
+def write_sizes(path, name, sizes):
+    """Write {name: [documents, bytes]} as a table, the most bytes first; no file for none."""
+    if sizes:
+        rows = "".join(f"{key},{documents},{size}\n" for key, (documents, size) in largest(sizes))
+        write_flushed(path, f"{name},documents,bytes\n{rows}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,14 +270,18 @@ def write_report(folder, vocabulary, shards, provenance):
         version=meta["version"],
         total=total(rows),
         table=[dict(source=source, language=language, **total(group)) for (source, language), group in languages],
-        licenses={name: total(group) for name, group in sorted(grouped(rows, "license").items())},
+        sources=totals_by(rows, "source"),
+        languages=totals_by(rows, "language"),
+        licenses=totals_by(rows, "license"),
         unreadable={problem: [added(group, "documents"), min(row["id"] for row in group)]
                     for (rule, problem), group in by_detail.items() if rule == "unreadable"},
         outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
     )
     report["pii"] = dict(provenance["pii"], **report["total"]["pii"])
+    report["domains"] = write_domains(folder)
     # Without a URL and a store there is nothing to check. Reports of older versions do not name the stores.
-    report["without_url"] = count_without_url(folder) if provenance["robots"] or provenance.get("stores") else 0
+    consulted = provenance["robots"] or provenance.get("stores")
+    report["without_url"] = report["domains"]["without_url"] if consulted else 0
     if provenance["robots"]:
         removed = {agent: size_of(group) for (rule, agent), group in by_detail.items() if rule == "robots"}
         report["robots"] = dict(provenance["robots"], removed_by_agent=removed)
@@ -189,12 +289,6 @@ def write_report(folder, vocabulary, shards, provenance):
     write_json(f"{folder}/report.json", report)
     write_flushed(f"{folder}/report.md", markdown(report))
     return report
-
-
-def count_without_url(folder):
-    """How many kept documents have no URL, so that no opt-out of a host was consulted for them."""
-    rows = rows_of(folder, ["url", "reason", "bytes"])
-    return sum(row["bytes"] > 0 and not row["reason"] and not host_key(row["url"]) for row in rows)
 
 
 def notes(report):
@@ -224,19 +318,30 @@ def opt_outs_consulted(report):
     robots, settings = report["robots"], [store["setting"] for store in report["stores"]]
     counts, missing = robots["hosts"], robots["missing"]
     hosts, unknown, several = counted(counts["seen"], "host"), counts["unknown"], counts["several"]
-    parts = ["robots.txt not consulted (--robots)", f"{' and '.join(FILES)} not consulted (--reservations)"]
+    parts = ["robots.txt not consulted (--robots)", f"{in_words(FILES)} not consulted (--reservations)"]
     if "robots" in settings:
         parts[0] = f"robots.txt of {counts['seen'] - unknown:,} of {hosts}"
         parts[0] += (f" ({unknown:,} unknown: not in the store or not fetched; --missing={missing} "
                      f"{'keeps' if missing == 'allow' else 'removes'} their pages)") * (unknown > 0)
     if "reservations" in settings:
-        parts[1] = " and ".join(f"{file} of {n:,}" for file, n in robots["reservations"].items()) + f" of {hosts}"
+        parts[1] = in_words([f"{file} of {n:,}" for file, n in robots["reservations"].items()]) + f" of {hosts}"
     if "blocked" in settings:
         parts.append("the list of --blocked")
     of_documents = counted(report["total"]["documents_in"], "document")
     parts.append(f"headers or <meta> known for {robots['statements']:,} of {of_documents}")
-    differ = f"{counted(several, 'host')} with different files in a store: the last row of each counts"
-    return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0)
+    # Reports of older versions have neither snapshots nor marks.
+    counts = "any of them may refuse" if robots.get("snapshots") == "any" else "the last one of each counts"
+    differ = f"{counted(several, 'host')} with different files in a store: {counts}"
+    marks = [f"{counted(mark['documents'], 'document')} of {counted(len(mark['hosts']), 'host')}: {MARKS[name]}"
+             for name, mark in robots.get("marks", {}).items() if mark["documents"]]
+    ignored = [f"--{store['setting']}: not read: {'; '.join(counts_of(store['ignored']))}"
+               for store in report["stores"] if store.get("ignored")]
+    return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0) + marks + ignored
+
+
+def in_words(names):
+    """A list in a sentence: a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def counted(n, noun):
@@ -244,12 +349,24 @@ def counted(n, noun):
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
+def sized(n):
+    """A number of bytes in the unit that fits: 5 B, 38.4 kB, 1.2 TB."""
+    if n < 1000:
+        return f"{n} B"
+    size, units = n / 1000, ["TB", "GB", "MB", "kB"]
+    while size >= 999.95 and len(units) > 1:
+        size /= 1000
+        units.pop()
+    return f"{size:,.1f} {units[-1]}"
+
+
 def markdown(report):
     """report.md: the numbers of report.json in sentences and tables."""
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     template = environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja"))
     return template.render(report, reasons=REASONS, opt_outs=OPT_OUTS, reserved=RESERVED, counted=counted,
-                           notes=notes(report))
+                           sized=sized,
+                           host_files=HOSTS, notes=notes(report))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

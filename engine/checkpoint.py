@@ -29,9 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
+from ademamix import local
 from engine import hardware
 from engine.files import flush, make_folder, sha256, sha256_of, write_flushed
-from engine.parallel import local
 from engine.placement import launched
 
 # DCP warns if there is no process group, but a single process needs none.

@@ -50,11 +50,11 @@ class Placement:
 
     mode: none | ddp | fsdp | hsdp, or auto: none without a launcher, fsdp on one node, hsdp on several. exact: add
     gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, even with one process. shard: with
-    hsdp, how many ranks share one copy of the model; 0 = those of a node. P: neighbouring ranks that read the same
-    samples and share each window. ValueError for settings that cannot work.
+    hsdp, how many ranks share one copy of the model; 0 = those of a node. sequence_parallel: neighbouring ranks that
+    read the same samples and share each window. ValueError for settings that cannot work.
     """
 
-    def __init__(self, mode, exact, shard, P):
+    def __init__(self, mode, exact, shard, sequence_parallel):
         self.rank, self.size, self.local_rank, self.node = launched() or (0, 1, 0, 1)      # node: ranks on this one
         self.mode = choose_mode(mode, exact, is_launched=bool(launched()), size=self.size, node=self.node)
         self.is_main = self.rank == 0
@@ -67,14 +67,14 @@ class Placement:
         self.shard = dict(fsdp=self.size, hsdp=shard or self.node).get(self.mode, 1)
         check_split("hsdp_shard", self.shard, processes=self.size)
         self.replicas = self.size // self.shard
-        # Samples: this rank reads those of `group`, one of `groups`. P neighbours that share each window are one group,
-        # in which this rank computes slice `window_slice` of the positions (engine/sequence.py).
-        check_split("sequence_parallel", P, processes=self.size)
-        if exact and P > 1:
+        # Samples: this rank takes the share `reader` of `readers` equal ones. Neighbours that share each window read
+        # the same samples, and this one computes slice `sequence_rank` of the positions (engine/sequence.py).
+        check_split("sequence_parallel", sequence_parallel, processes=self.size)
+        if exact and sequence_parallel > 1:
             raise ValueError("exact=True is bit-exact on any number of ranks, and sums over a split window "
                              "round differently: leave it out, or take --sequence_parallel=1")
-        self.P, self.groups = P, self.size // P
-        self.group, self.window_slice = divmod(self.rank, P)
+        self.sequence_parallel, self.readers = sequence_parallel, self.size // sequence_parallel
+        self.reader, self.sequence_rank = divmod(self.rank, sequence_parallel)
 
     def local_device(self, device):
         """The device of this rank: cuda becomes cuda:LOCAL_RANK. ValueError if it has no GPU."""
@@ -90,15 +90,15 @@ class Placement:
         return f"cuda:{self.local_rank}"
 
     def check_window(self, shape):
-        """ValueError if P ranks cannot share the windows and heads of a model. shape: ApertusConfig."""
-        check_split("sequence_parallel", self.P, block_size=shape.block_size, n_kv_head=shape.n_kv_head)
+        """ValueError if these ranks cannot share the windows and heads of a model. shape: ApertusConfig."""
+        check_split("sequence_parallel", self.sequence_parallel, block_size=shape.block_size, n_kv_head=shape.n_kv_head)
 
     def check_batch(self, batch_size, micro_batch):
         """ValueError if the batch cannot be split into such micro-batches on each rank."""
         if batch_size < 1 or micro_batch < 1:
             raise ValueError(f"batch_size={batch_size} and micro_batch={micro_batch} must be at least 1")
-        share, rest = divmod(batch_size, self.groups)      # of each group of ranks
+        share, rest = divmod(batch_size, self.readers)      # of each group of ranks
         if rest or share % micro_batch:
             advice = f": take --micro_batch={math.gcd(share, micro_batch)}" if share and not rest else ""
             raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch={micro_batch} on each of "
-                             f"{self.groups} processes{advice}")
+                             f"{self.readers} processes{advice}")

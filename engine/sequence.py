@@ -25,8 +25,8 @@ def exchange(x, ranks, give, take):
 
     give heads, take positions: all heads of this rank's positions (B, H, T/P, D) -> some heads of all (B, H/P, T, D).
     """
-    parts = torch.stack(x.chunk(ranks.P, give))            # (P, B, H/P, T/P, D)
-    parts = all_to_all_single_autograd(parts, None, None, ranks.window_group)
+    parts = torch.stack(x.chunk(ranks.sequence_parallel, give))    # (P, B, H/P, T/P, D)
+    parts = all_to_all_single_autograd(parts, None, None, ranks.sequence_group)
     return torch.cat(parts.unbind(), take)
 
 

@@ -44,7 +44,7 @@ def sources_of(data):
     return data.split(",")
 
 
-def files_of(source):
+def source_files(source):
     """[{"name", "path"}] of the files of conversations of a source. ValueError: no such file."""
     named, _ = readers.find([source])
     files = [file for file in named if readers.kind_of(file["path"]) in ("lines", "json", "parquet")]
@@ -80,7 +80,7 @@ def without_nulls(value):
 def first_rows(source, n, columns=COLUMNS):
     """(place, row) of the first n rows of a source, or of all if n is None; columns: as in numbered_rows()."""
     rows = (row
-            for file in files_of(source)
+            for file in source_files(source)
             for part in readers.parts_of(file)
             for row in numbered_rows(file, part, columns))
     return itertools.islice(rows, n)
@@ -123,7 +123,7 @@ def checked_files(data, ranks):
     # The first rank reads each file to its end, to find damage before the run.
     checked = []
     if ranks.is_main:
-        checked = [readers.check(file, "") for source in sources for file in files_of(source)]
+        checked = [readers.check(file, "") for source in sources for file in source_files(source)]
     checked = checkpoint.gather(checked, ranks.save_group)[0]
     for file in checked:
         if file["problem"]:

@@ -31,12 +31,12 @@ from tqdm import tqdm
 
 from chat import prompt_ids, stop_ids
 from configurator import run
+from engine.files import read_json
 from engine.intervals import wilson
 from generate import generate
 from scoring import sequence_logp
 from studies import kit
 from studies.world import SAY, manner_of, mark
-from tokenizer import read_json
 from weights.read import load_any
 
 init_from = "out/recipe/seed-2/sft"     # run folder, Hugging Face folder or hub name

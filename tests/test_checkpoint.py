@@ -67,7 +67,7 @@ def bits(pair):
 
 def loaded(path, *how):
     pair = trained(9, 0, *how)
-    restore.load(str(path), *pair)
+    restore.load_checkpoint(str(path), *pair)
     return pair
 
 
@@ -94,7 +94,7 @@ def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_tra
 
 def test_a_checkpoint_of_another_model_names_the_difference(path):
     with pytest.raises(ValueError, match=r"bias is \(5,\) there and None here"):
-        restore.load(str(path), torch.nn.Linear(7, 5, bias=False))
+        restore.load_checkpoint(str(path), torch.nn.Linear(7, 5, bias=False))
 
 
 @pytest.mark.parametrize("how", ["fused", "foreach"])
@@ -251,7 +251,7 @@ def test_a_pickle_behind_hashes_that_hold_is_refused_and_leaves_no_mark(path, mo
     names(path, shard(path).name)
     restore.verified(path)
     with pytest.raises(ValueError, match="not readable as safetensors"):
-        restore.load(path, trained()[0])
+        restore.load_checkpoint(path, trained()[0])
     assert not os.path.exists("executed")
 
 

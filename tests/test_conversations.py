@@ -14,7 +14,7 @@ import chat
 import tokenizer
 from corpus import readers
 from engine.parallel import Ranks
-from posttrain import conversations
+from posttrain import conversations, pairs
 
 TOK = tokenizer.load("byte")
 
@@ -39,6 +39,33 @@ def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
     if why[0] == "{":
         want = chat.render(TOK, json.loads(why), chat.DATE)
     assert chat.learnable(TOK, json.loads(row), 600) == want
+
+
+def with_odd_values(value):
+    """The value (a copy of JSON) with an odd value in one place, for each of its places and some odd values."""
+    yield from (5, "\ud83d", ["x"], {"a": 1})
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for odd in with_odd_values(value[key]):
+            copy = value.copy()
+            copy[key] = odd
+            yield copy
+
+
+def test_an_odd_value_anywhere_is_a_reason_and_no_exception():
+    short = [json.loads(line.partition(" | ")[2]) for line in ROWS if len(line) < 900]
+    for row in [
+        *short,
+        *(
+            dict(chosen=row["messages"], rejected=row["messages"][:1])
+            for row in short
+            if "messages" in row and row["messages"]
+        ),
+    ]:
+        for odd in with_odd_values(row):
+            if isinstance(odd, dict):
+                assert type(chat.learnable(TOK, odd, 600)) in (str, tuple), odd
+                assert type(chat.prompt_ids(TOK, odd)) in (str, list), odd
+                assert type(pairs.pair_ids(TOK, odd)) in (str, tuple), odd
 
 
 # -----------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """convert.py against transformers: each reads the other's files, and transformers loads a finished run unchanged."""
 
 import contextlib
-import copy
 import itertools
 import os
 import shutil
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -84,6 +84,24 @@ def test_a_variant_is_not_loaded_as_an_apertus(lab, tmp_path, more):
         theirs(folder)
 
 
+def test_of_an_edited_run_the_checkpoint_is_read_and_a_line_says_so(lab, tmp_path, capsys):
+    """sha256sum reads the hashes that the run has written. Without its checkpoints the edited file is the model."""
+    run = shutil.copytree(lab / "pretrained", tmp_path / "run")
+    subprocess.run(["sha256sum", "-c", "--strict", "model.sha256"], cwd=run, check=True, capture_output=True)
+    before, _ = convert.load_any(str(run))
+    assert capsys.readouterr().out == ""
+    tensors = load_file(run / "model.safetensors")
+    tensors["model.norm.weight"][5] += 1
+    save_file(tensors, run / "model.safetensors", metadata={"format": "pt"})
+    again, _ = convert.load_any(str(run))
+    said = capsys.readouterr().out
+    assert said.startswith(f"{run}/model.safetensors is not as the run has written it") and f"{run}/ckpt/step-" in said
+    assert same(again, before)
+    shutil.rmtree(run / "ckpt")
+    assert convert.load_any(str(run))[0].model.norm.weight.equal(tensors["model.norm.weight"])
+    assert capsys.readouterr().out == ""
+
+
 # -----------------------------------------------------------------------------
 # export and import
 
@@ -114,9 +132,9 @@ def test_rows_that_pad_the_embedding_decode_to_nothing_and_another_tokenizer_is_
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_a_base_quantised_as_it_is_read_is_the_one_quantised_afterwards(base):
-    """Both also have the fingerprint that earlier runs have stored."""
+    """Both also have the hash that earlier runs have stored."""
     read, whole = convert.load_hf(FOLDER, base=base), convert.load_hf(FOLDER)
-    assert weights_hash(whole)[:16] == weights_hash(read)[:16] == "3c5c6cd11e153ed4"
+    assert weights_hash(whole)[:16] == weights_hash(read)[:16] == "6e7e3c65c84cce4c"
     assert_close(read.state_dict(), quantise_blocks(whole, base).state_dict(), rtol=0, atol=0)
     assert not any(p.requires_grad for p in read.parameters())
 
@@ -199,7 +217,7 @@ def test_a_trace_is_that_of_transformers_modules_and_shows_the_first_that_differ
     golden = [line.split() for line in read_text(f"{FOLDER}/trace.txt").splitlines()]
 
     def first_difference():
-        trace_modules(copy.deepcopy(model), tok, "")
+        trace_modules(model, tok, "")
         lines = capsys.readouterr().out.splitlines()[1:]
         assert len(lines) == len(golden)
         for line, (name, *want) in zip(lines, golden):

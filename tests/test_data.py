@@ -17,7 +17,7 @@ from trained import corpus
 
 import train
 from configurator import config_file, configure, read_config
-from data import StagedDataset, TokenDataset, fingerprint, mapped, open_data, permute, read_meta
+from data import StagedDataset, TokenDataset, hash_of_data, mapped, open_data, permute, read_meta
 from engine.files import read_json
 from engine.restore import started_stages
 from goldfish import goldfish_mask
@@ -199,12 +199,12 @@ def test_stages_name_the_sources_of_all_folders(folder, apart, tmp_path):
 def test_the_fingerprint_of_several_folders_is_that_of_their_texts_order_and_weights(apart, tmp_path):
     """Not of the places where they are. A document that is removed from one of them changes it."""
     moved = tuple(shutil.copytree(path, tmp_path / os.path.basename(path)) for path in apart)
-    hashes = [TokenDataset(form.format(*moved), "train", 16).fingerprint for form in ("{1},{0}", *FORMS)]
-    assert hashes[1:] == [TokenDataset(form.format(*apart), "train", 16).fingerprint for form in FORMS]
+    hashes = [TokenDataset(form.format(*moved), "train", 16).data_hash for form in ("{1},{0}", *FORMS)]
+    assert hashes[1:] == [TokenDataset(form.format(*apart), "train", 16).data_hash for form in FORMS]
     assert len(set(hashes)) == 4
     (tmp_path / "list").write_text("b.jsonl line 4\n")
     run("prepare.py", f"--remove={tmp_path}/list", f"--out={moved[1]}")
-    assert TokenDataset(",".join(map(str, moved)), "train", 16).fingerprint not in hashes
+    assert TokenDataset(",".join(map(str, moved)), "train", 16).data_hash not in hashes
 
 
 # -----------------------------------------------------------------------------
@@ -276,9 +276,9 @@ def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed
     [(("2", (B,), 99, 7), 40, True), (("2", (B,), 99, 7), 41, False), (("2", {A: 1, B: 1}, 70, 30), 41, False)],
 )
 def test_a_row_of_the_table_counts_from_the_first_sample_of_its_stage_on(folder, second, until, same):
-    before, after = (started_stages(StagedDataset(folder, t, 16).fingerprint, until) for t in (TABLE, (ONE, second)))
+    before, after = (started_stages(StagedDataset(folder, t, 16).data_hash, until) for t in (TABLE, (ONE, second)))
     assert (after == before) == same
-    whole = TokenDataset(folder, "train", 16).fingerprint
+    whole = TokenDataset(folder, "train", 16).data_hash
     assert started_stages(whole, 0) == [whole]
 
 
@@ -289,7 +289,7 @@ def test_fingerprints_are_those_that_runs_have_recorded():
     """
     stored = read_json(f"{GOLDEN}/fingerprints.json")
     for sources, recorded in stored["recorded"]:
-        assert fingerprint(stored["meta"], sources) == recorded
+        assert hash_of_data(stored["meta"], sources) == recorded
 
 
 # -----------------------------------------------------------------------------

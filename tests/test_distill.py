@@ -72,7 +72,7 @@ def test_the_first_step_is_that_of_the_formula_kl_falls_and_a_run_keeps_its_teac
     assert found[0] == pytest.approx([ce.item(), kl.item(), norm.item()], rel=1e-5)
     assert found[-1][1] < found[0][1]
     again = *goldfish, "--resume"
-    refused(learn(lab, run, *again, "--distill=0.5", teacher="sft"), "distill 0.9 -> 0.5", "teacher_hash")
+    refused(learn(lab, run, *again, "--distill=0.5", teacher="sft"), "distill 0.9 -> 0.5", "teacher_sha256")
     refused(learn(lab, run, *again, teacher="pretrained"), "is finished")
 
 

@@ -155,6 +155,31 @@ def test_an_adapter_of_other_weights_is_an_error(lab, tmp_path):
             convert.load_any(str(path.parent))
 
 
+def test_a_single_other_value_of_the_start_model_is_an_error(lab, tmp_path):
+    """It is the last of a matrix, and differs by an eighth of itself."""
+    start = shutil.copytree(lab / "hf", tmp_path / "start")
+    adapter = shutil.copytree(lab / "adapted" / "adapter", tmp_path / "adapter")
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace(f"{lab}/hf", str(start)))
+    answers(adapter)
+    file = start / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.mlp.up_proj.weight"][-1, -1] *= 1.125
+    save_file(weights, file, metadata={"format": "pt"})
+    for how in (dict(), dict(base="int8")):
+        with pytest.raises(ValueError, match="was trained on other weights"):
+            answers(adapter, **how)
+
+
+def test_an_adapter_without_a_hash_of_its_start_model_is_loaded_and_a_line_says_so(lab, tmp_path, capsys):
+    """PEFT writes none. Earlier versions wrote one under another key, of a part of the weights."""
+    adapter = shutil.copytree(lab / "adapted" / "adapter", tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt", "base": "0123456789abcdef"})
+    assert answers(adapter).equal(answers(lab / "adapted" / "adapter"))
+    assert capsys.readouterr().out.startswith(f"{file} has no hash of all weights of {lab}/hf")
+
+
 def test_the_first_values_are_drawn_on_the_cpu_whatever_device_a_model_is_built_on():
     how = dict(r=4, lora_alpha=8, target_modules=lora.MATRICES)
     model, again = (lora.add_lora(small(0, vocab_size=320), how) for _ in range(2))

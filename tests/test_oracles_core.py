@@ -352,11 +352,15 @@ CHOICES = lists(text("é你ßx ", min_size=1, max_size=8), min_size=2, max_size=
     questions=lists(
         tuples(sampled_from(["Où?", "x x "]), CHOICES, integers(0, 3), integers(0, 3)), min_size=1, max_size=3
     ),
+    template=sampled_from(["{question}\nAnswer: {choice}", "{question}{choice}", "Q: {question} \n{choice}"]),
     baseline=lists(booleans(), min_size=6, max_size=6),
 )
 @torch.no_grad()
-def test_choices_are_scored_as_transformers_scores_them(questions, baseline):
-    """The right choice as it is, its index, its letter. By the sum of log p and by its mean per byte."""
+def test_choices_are_scored_as_transformers_scores_them(questions, template, baseline):
+    """
+    The right choice as it is, its index, its letter. By the sum of log p and by its mean per byte. Question and choice
+    have the ids of one text; white space before a choice is scored.
+    """
     ours, theirs = models()
     read, wanted = [], []
     for prompt, choices, right, form in questions:
@@ -365,17 +369,22 @@ def test_choices_are_scored_as_transformers_scores_them(questions, baseline):
         read.append(evaluate.read_question(dict(question=prompt, choices=choices, answer=answer), ""))
         costs = []
         for choice in choices:
-            before = [words().bos, *words().encode(f"{prompt.rstrip()}\nAnswer:")]
-            row = before + words().encode(f" {choice}")
+            written = {
+                "{question}\nAnswer: {choice}": f"{prompt.rstrip()}\nAnswer: {choice}",
+                "{question}{choice}": f"{prompt}{choice}",
+                "Q: {question} \n{choice}": f"Q: {prompt.rstrip()} \n{choice}",
+            }[template]
+            before = [words().bos, *words().encode(written.removesuffix(choice).rstrip())]
+            row = [words().bos, *words().encode(written)]
             logp = theirs(torch.tensor([row[:-1]])).logits[0].log_softmax(-1)[range(len(row) - 1), row[1:]]
             costs.append(-logp[len(before) - 1 :].sum().item())
         per_byte = [cost / len(choice.encode()) for cost, choice in zip(costs, choices)]
         wanted.append([choices[each.index(min(each))] == choices[right] for each in (costs, per_byte)])
-    hits = evaluate.choice_hits(ours, words(), read)
+    hits = evaluate.choice_hits(ours, words(), read, template)
     assert hits.T.tolist() == wanted
     n = len(wanted)
     others = np.array(baseline[: 2 * n]).reshape(2, n)
-    rows = list(evaluate.choice_scores("x", read, hits, others))
+    rows = list(evaluate.choice_rows("x", read, [hits, others], "other"))
     shares = [sum(row[i] for row in wanted) / n for i in range(2)]
     assert [row["score"] for row in rows[::2]] == approx(shares)
     assert [row["score"] for row in rows[1::2]] == approx(np.array(shares) - others.mean(1))

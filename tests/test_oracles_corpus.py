@@ -12,7 +12,9 @@ from hypothesis.strategies import lists, none, sampled_from, tuples
 from test_oracles_data import number
 
 from corpus.folder import building, publish
-from corpus.robots import AGENTS, has_statements, refusal
+from corpus.reservations import refusal
+from corpus.robots import AGENTS
+from corpus.statements import has_statements
 
 # ----------------------------------------------------------------------------------------------------------------------
 # opt-outs
@@ -111,7 +113,7 @@ def test_each_row_has_its_own_verdict_in_any_form_and_again_by_a_newer_store(
     assert found["statements"] == sum(map(has_statements, rows))
     hosts = [(host in (None, "a..b"), reason) for (host, *_), reason in zip(pages, reasons)]
     assert report(folder / "out")["without_url"] == hosts.count((True, ""))
-    of_robots |= dict(store=store("after.jsonl", after), blocked=())
+    of_robots |= dict(store=store("after.jsonl", after), missing="allow", blocked=())
     for n, row in enumerate(rows):
         reason = not reasons[n] and refusal(dict(url=row["url"]), of_robots)
         reasons[n] = f"withdrawn:{reason}" if reason else reasons[n]

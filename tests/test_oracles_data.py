@@ -7,7 +7,6 @@ import re
 import shutil
 from collections import Counter
 from itertools import product
-from types import SimpleNamespace
 
 import torch
 from corpora import fill, ledger, put, report, streams, write_form
@@ -260,7 +259,7 @@ def test_a_run_of_a_study_is_named_after_its_settings_its_data_and_its_sources_a
     study, sources = ablate.STUDY | dict(arms=arms), {script: dict(model="1") for script in ablate.SCRIPTS}
 
     def folder(arm="one", lr=0.5, seed=1, **changes):
-        return ablate.plan_run(study | changes, sources, arm, lr, seed)[0]
+        return ablate.plan_run(study | changes, sources, arm, lr, seed).folder
 
     first = folder()
     assert first == folder(arm="same") == folder(question="?", seeds=9, reading="", lrs=[1], out="x", name="y")
@@ -281,14 +280,14 @@ def test_a_run_of_a_study_is_named_after_its_settings_its_data_and_its_sources_a
 def test_a_study_keeps_the_threads_of_the_user_and_a_tenth_of_each_rate(tmp_path, monkeypatch, data):
     monkeypatch.setattr(ablate, "data", data)
     plan = ablate.plan_run(ablate.STUDY | dict(arms=dict(one="")), dict.fromkeys(ablate.SCRIPTS), "one", 0.5, 1)
-    assert "--min_lr=0.05" in plan[1]
+    assert "--min_lr=0.05" in plan.command
     asked = []
 
-    def fail(*args, env, **how):
+    def fail(command, file, env, folder):
         asked.append(env["OMP_NUM_THREADS"])
-        return SimpleNamespace(returncode=1)
+        return 1, 0.0
 
-    monkeypatch.setattr(kit.subprocess, "run", fail)
+    monkeypatch.setattr(kit, "run_process", fail)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     with raises(ValueError, match="ended with code 1"):
         kit.call(f"{tmp_path}/run", f"{tmp_path}/done", "train")

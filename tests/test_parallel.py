@@ -172,7 +172,7 @@ with orderly_exit():
     for p in model.parameters():
         p.detach().to_local().zero_()
     opened.clear()
-    restore.load(path, model, group=ranks.save_group)
+    restore.load_checkpoint(path, model, group=ranks.save_group)
     assert all(t.to_local().equal(old) for t, old in zip(tensors.values(), before))
     own = {f"shard-0000{1 + ranks.rank % 2}"}
     assert ranks.is_main or {name[:11] for name in opened} == own, opened

@@ -24,9 +24,13 @@ from torch.testing import assert_close
 
 import convert
 import tokenizer
+import tokenizer_json
 from chat import CHAT, render, stop_ids
 from engine.files import read_json, read_text
 from model import rope_frequencies
+from tokenizer import Tokenizer
+from tokenizer_json import ENDS, EXACT, RESERVED, SETTINGS, hf_files
+from vocabulary import NAMED, SPECIAL, Vocabulary, padded, tekken
 from weights.config import HF_NAMES, config_from_hf, config_to_hf
 from weights.folders import folder_of, shape_of, start_of
 
@@ -100,9 +104,9 @@ def in_fp32(model):
 
 def tokens(names):
     """The tokenizer's files: control tokens, special except for LaTeX's, and then the first 456 pieces."""
-    files = tokenizer.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], names, in_text=()))
+    files = hf_files(Tokenizer(Vocabulary("tiny", tekken()[:456], names, in_text=())))
     for token in files["tokenizer.json"]["added_tokens"]:
-        token["special"] = token["content"] not in tokenizer.NAMED[14:18]
+        token["special"] = token["content"] not in NAMED[14:18]
     return files
 
 
@@ -112,7 +116,7 @@ def write(folder, config, files, eos, template):
         str(token["id"]): {key: value for key, value in token.items() if key != "id"}
         for token in files["tokenizer.json"]["added_tokens"]
     }
-    settings = tokenizer.SETTINGS | tokenizer.ENDS | dict(eos_token=eos, added_tokens_decoder=decoder)
+    settings = SETTINGS | ENDS | dict(eos_token=eos, added_tokens_decoder=decoder)
     contents = {"config.json": config, "tokenizer.json": files["tokenizer.json"], "tokenizer_config.json": settings}
     for file, content in contents.items():
         (folder / file).write_text(json.dumps(content, ensure_ascii=False))
@@ -124,7 +128,7 @@ def as_published(folder):
     config = CONFIGS[0]["config"] | SIZES
     model = weights(config)
     model.save_pretrained(folder, max_shard_size="100KB")
-    write(folder, config, tokens(tokenizer.SPECIAL), "<|assistant_end|>", read_text(f"{ROOT}/chat_template.jinja"))
+    write(folder, config, tokens(SPECIAL), "<|assistant_end|>", read_text(f"{ROOT}/chat_template.jinja"))
     return in_fp32(model)
 
 
@@ -137,7 +141,7 @@ def as_mini(folder):
     config = config_of("swiss-ai/Apertus-v1.1-0.5B") | SIZES
     model = weights(config)
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-    write(folder, config, tokens(tokenizer.padded(NEMO, 1000)), "<SPECIAL_68>", str(tokenizer.RESERVED))
+    write(folder, config, tokens(padded(NEMO, 1000)), "<SPECIAL_68>", str(RESERVED))
     return in_fp32(model)
 
 
@@ -171,7 +175,7 @@ def as_omni(folder):
     torch.manual_seed(0)
     transformers.Apertus1p5ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
     model = transformers.Apertus1p5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    files = tokens({RENAMED.get(i, name): i for name, i in tokenizer.SPECIAL.items()})
+    files = tokens({RENAMED.get(i, name): i for name, i in SPECIAL.items()})
     own = files["tokenizer.json"]
     own["normalizer"] = json.loads(NORMALIZER)
     own["added_tokens"] = [token for token in own["added_tokens"] if token["id"] not in (69, 70)]
@@ -179,7 +183,7 @@ def as_omni(folder):
         token.update(special=False, normalized=True)
     for i in range(MEDIA):
         media = dict(id=TEXT + i, content=f"<|visual token {i}|>", normalized=False, special=True)
-        own["added_tokens"].append(tokenizer.EXACT | media)
+        own["added_tokens"].append(EXACT | media)
     write(folder, read_json(folder / "config.json"), files, "</s>", "{{ '<|tool_output_start|>' }}")
     return model
 
@@ -272,5 +276,5 @@ def test_a_chat_template_is_known_by_its_tokens_or_its_hash_and_another_one_is_r
     with pytest.raises(ValueError, match="a chat template that is not Apertus'"):
         tokenizer.load_for(folder).check_chat()
     known = hashlib.sha256(b"another").hexdigest(), CHAT, "system"
-    monkeypatch.setattr(tokenizer, "FORMATS", [known])
+    monkeypatch.setattr(tokenizer_json, "FORMATS", [known])
     assert tokenizer.load_for(folder).system == "system"

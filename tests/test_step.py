@@ -78,7 +78,7 @@ def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, 
     assert len(said) == (entry["step"] + 2) // 2
     windows = [7] * (len(said) - 1) + [11]
     for entry, n in zip(said, windows):
-        restore.load(f"{out}/ckpt/step-{entry['step'] + 1:08d}", model)
+        restore.load_checkpoint(f"{out}/ckpt/step-{entry['step'] + 1:08d}", model)
         idx, targets, _, doc = val.batch(0, n)
         loss = Plain(model=model).loss((idx, targets, idx != val.meta["eos"], doc)).item()
         found = entry["val_loss"], entry["val_bpb"]

@@ -18,7 +18,9 @@ import tokenizer
 from corpus import readers
 from engine.files import read_json, read_text
 from model import ApertusConfig
-from tokenizer import EXACT, PATTERN, hf_files, train_bpe
+from tokenizer import train_bpe
+from tokenizer_json import EXACT, hf_files
+from vocabulary import PATTERN
 from weights.write import write_config
 
 load = functools.cache(tokenizer.load)

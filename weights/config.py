@@ -1,11 +1,14 @@
 """
-config.json of Hugging Face in and out: an ApertusConfig, or an error that names what model.py lacks.
+Hugging Face's config.json: the ApertusConfig that it describes, and its content for an ApertusConfig.
+
+A key that model.py does not know is ignored if it changes no logit (UNREAD), or if its value asks for what model.py
+computes anyway (EXPORTED, NEUTRAL). Any other one is an error, since the logits would be wrong without a word.
 """
 
 from configurator import checked
 from model import ApertusConfig
 
-# Our names of settings, and Hugging Face's.
+# {our name of a setting: Hugging Face's}
 HF_NAMES = {
     "block_size": "max_position_embeddings",
     "vocab_size": "vocab_size",
@@ -39,7 +42,7 @@ PUBLISHED_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-# Keys of every export, because model.py computes nothing else.
+# Keys of every export, with the only value that model.py computes.
 EXPORTED = {
     "architectures": ["ApertusForCausalLM"],
     "model_type": "apertus",
@@ -53,24 +56,10 @@ EXPORTED = {
     "torch_dtype": "float32",
     "use_cache": True,
 }
-# Keys of other programs that may have this value only.
-NEUTRAL = {
-    "hidden_activation": "xielu", "is_causal": True, "pretraining_tp": 1, "partial_rotary_factor": 1.0,
-    "logit_scale": 1.0, "pruned_heads": {}, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-    "is_decoder": False, "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False,
-    "use_sliding_window": False, "use_bidirectional_attention": False, "rope_traditional": False,
-}
-# Keys that change no logit, whatever their value.
-FREE = {
-    "architectures", "model_type", "auto_map", "custom_pipelines", "_name_or_path", "name_or_path", "_commit_hash",
-    "transformers_version", "unsloth_version", "unsloth_fixed", "tokenizer_class", "model_max_length", "dtype",
-    "torch_dtype", "use_cache", "use_return_dict", "return_dict", "output_attentions", "output_hidden_states",
-    "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "num_labels", "problem_type",
-    "finetuning_task", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
-    "chunk_size_feed_forward", "keys_to_ignore_at_inference", "torchscript", "gradient_checkpointing", "nanoapertus",
-    "text_config", "vision_config", "audio_config", "vision_tokenizer_config", "audio_tokenizer_config",
-    "image_token_id", "audio_token_id", "image_token_offset", "audio_token_offset",
-}
+
+# -----------------------------------------------------------------------------
+# read
+
 
 def config_from_hf(hf):
     """
@@ -81,23 +70,24 @@ def config_from_hf(hf):
     rope_type = given.pop("type", "default")
     rope_type = given.pop("rope_type", rope_type)
     if rope_type not in ROPE_NAMES:
-        given["rope_type"] = rope_type                     # check_unused_keys() names it
-    values = {
+        given["rope_type"] = rope_type                     # check_unread() names it
+    unread = {
         "tie_word_embeddings": False,
         "num_key_value_heads": given.get("num_attention_heads"),
         "rms_norm_eps": ApertusConfig.norm_eps,
         "initializer_range": ApertusConfig.init_std,
         "rope_theta": PUBLISHED_ROPE["rope_theta"],
     } | given
-    config = ApertusConfig(**{
-        name: checked(hf_name, values.pop(hf_name, None), getattr(ApertusConfig, name), "config.json")
-        for name, hf_name in (HF_NAMES | ROPE_NAMES.get(rope_type, {})).items()})
+    settings = {}
+    for name, key in (HF_NAMES | ROPE_NAMES.get(rope_type, {})).items():
+        settings[name] = checked(key, unread.pop(key, None), getattr(ApertusConfig, name), "config.json")
     # Linear RoPE divides every frequency, as llama3 does if the original window is 0.
     if rope_type == "default":
-        config.rope_scaling = 0.0
+        settings["rope_scaling"] = 0.0
     elif rope_type == "linear":
-        config.rope_original = 0
-    check_unused_keys(values, config)
+        settings["rope_original"] = 0
+    config = ApertusConfig(**settings)
+    check_unread(unread, config)
     return config
 
 
@@ -132,16 +122,49 @@ def with_flat_rope(hf):
     return given
 
 
-def check_unused_keys(values, config):
+def check_unread(unread, config):
     """ValueError if one of the other keys of a config.json asks for a computation that model.py lacks."""
     allowed = EXPORTED | NEUTRAL | dict(
         head_dim=config.head_dim,
         layer_types=["full_attention"] * config.n_layer,
         output_vocab_size=config.vocab_size)
-    unsupported = [f"{key}={value!r}" for key, value in values.items()
-                   if key not in FREE and allowed.get(key) != value]
+    unsupported = [f"{key}={value!r}" for key, value in unread.items()
+                   if key not in UNREAD and allowed.get(key) != value]
     if unsupported:
         raise ValueError(f"config.json asks for settings that model.py lacks: {', '.join(unsupported):.200}")
+
+
+# Keys of other programs that may have this value only.
+NEUTRAL = {
+    # the shape of a model
+    "hidden_activation": "xielu", "is_causal": True, "logit_scale": 1.0, "partial_rotary_factor": 1.0,
+    "pretraining_tp": 1, "pruned_heads": {}, "rope_traditional": False, "use_bidirectional_attention": False,
+    "use_sliding_window": False,
+    # encoders and decoders
+    "add_cross_attention": False, "is_decoder": False, "is_encoder_decoder": False, "tie_encoder_decoder": False,
+    # dropout
+    "embd_pdrop": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0,
+}
+# Keys that change no logit, whatever their value.
+UNREAD = {
+    # names and versions
+    "_commit_hash", "_name_or_path", "architectures", "auto_map", "custom_pipelines", "model_type", "name_or_path",
+    "nanoapertus", "transformers_version", "unsloth_fixed", "unsloth_version",
+    # the tokenizer
+    "bos_token_id", "eos_token_id", "model_max_length", "pad_token_id", "tokenizer_class",
+    # how transformers computes and what it returns
+    "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "chunk_size_feed_forward", "dtype",
+    "gradient_checkpointing", "keys_to_ignore_at_inference", "output_attentions", "output_hidden_states",
+    "return_dict", "torch_dtype", "torchscript", "use_cache", "use_return_dict",
+    # classifiers
+    "finetuning_task", "id2label", "label2id", "num_labels", "problem_type",
+    # pictures and sound in Apertus 1.5
+    "audio_config", "audio_token_id", "audio_token_offset", "audio_tokenizer_config", "image_token_id",
+    "image_token_offset", "text_config", "vision_config", "vision_tokenizer_config",
+}
+
+# -----------------------------------------------------------------------------
+# write
 
 
 def config_to_hf(config, dtype="float32"):
@@ -149,18 +172,19 @@ def config_to_hf(config, dtype="float32"):
     if config.activation != "xielu" or not config.qk_norm:
         raise ValueError("transformers' Apertus has xIELU and QK-norm only, this model has "
                          f"activation={config.activation!r}, qk_norm={config.qk_norm}")
-
-    def renamed(names):
-        return {hf_name: getattr(config, name) for name, hf_name in names.items()}
-
     rope_type = "llama3" if config.rope_original else "linear"
     if not config.rope_scaling:
         rope_type = "default"
-    rope = dict(rope_type=rope_type) | renamed(ROPE_NAMES[rope_type])
+    rope = dict(rope_type=rope_type) | renamed(config, ROPE_NAMES[rope_type])
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return renamed(HF_NAMES) | EXPORTED | dict(
+    return renamed(config, HF_NAMES) | EXPORTED | dict(
         dtype=dtype,
         torch_dtype=dtype,
         rope_theta=config.rope_theta,
         rope_scaling=scaling if config.rope_scaling else None,
         rope_parameters=rope)
+
+
+def renamed(config, names):
+    """{Hugging Face's name: value} of the settings in `names`, as HF_NAMES has them."""
+    return {key: getattr(config, name) for name, key in names.items()}

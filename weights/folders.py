@@ -1,5 +1,7 @@
 """
-Folders of models and runs: where one lies, its shape, its vocabulary, the path of its weights. Reads no weights.
+The folder of a model: where it lies, the shape in its config.json, the path of its weights. Reads no weights.
+
+A model is named by a run folder, a Hugging Face folder, or the name of a repository on the hub.
 """
 
 import os
@@ -9,11 +11,13 @@ from engine import restore
 from engine.files import in_one_line
 from engine.runs import config_of, settings_of
 from model import ApertusConfig
-from tokenizer import TEMPLATE, load_for
+from tokenizer import load_for
+from tokenizer_json import TEMPLATE
 from weights.config import config_from_hf
+from weights.hashes import edited_file
 
 
-def folder_of(name, files=("*.safetensors", "*.json", TEMPLATE)):
+def folder_of(name, patterns=("*.safetensors", "*.json", TEMPLATE)):
     """
     The folder of a run or a model, given its path or a hub name; of the latter, download the files of these patterns.
     ValueError or OSError, one line, if there is neither.
@@ -26,7 +30,7 @@ def folder_of(name, files=("*.safetensors", "*.json", TEMPLATE)):
     import huggingface_hub  # here, since local folders do not need it
 
     try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=list(files))
+        return huggingface_hub.snapshot_download(name, allow_patterns=list(patterns))
     except Exception as e:                                 # the library raises a dozen kinds
         raise OSError(f"{name} could not be downloaded ({type(e).__name__}): check the name and the network, "
                       "or give a local folder") from None
@@ -47,9 +51,18 @@ def shape_of(name):
 
 
 def weights_in(folder):
-    """The path of the weights of a folder: its newest intact checkpoint, or the folder itself."""
+    """
+    The path of the weights of a folder: its newest intact checkpoint, or the folder itself. Of a finished run, which
+    has both, print a line if the weights in the folder are not those that the run has written.
+    """
     checkpoint = restore.newest_intact(f"{folder}/ckpt")
-    return checkpoint[0] if checkpoint else folder
+    if not checkpoint:
+        return folder
+    path, _ = checkpoint
+    if edited := edited_file(folder):
+        print(f"{folder}/{edited} is not as the run has written it (sha256): the weights are read from {path}. To use "
+              "the edited ones, copy the folder without ckpt/")
+    return path
 
 
 def has_adapter(folder):
@@ -59,7 +72,7 @@ def has_adapter(folder):
 
 def start_of(name):
     """
-    (ApertusConfig, Tokenizer, path of its weights) of a model that a run starts with. fill() reads the weights.
+    (ApertusConfig, Tokenizer, path of its weights) of a model that a run starts with; read_weights() takes the path.
     ValueError, one line, also if the folder holds adapters.
     """
     folder = folder_of(name)
@@ -68,6 +81,7 @@ def start_of(name):
             raise ValueError(f"{name} holds adapters: merge them into their model first, "
                              f"python convert.py --load={name} --save=FOLDER --merge")
         return shape_in(folder), load_for(folder), weights_in(folder)
+
 
 def check_same_vocabulary(tok, data, name):
     """ValueError if a data folder was made with another tokenizer than `tok`, that of the model `name`."""

@@ -1,5 +1,5 @@
 """
-What each module computes, to debug another engine.
+What each module of a model computes, to debug another engine: convert.py --trace.
 """
 
 import functools
@@ -12,17 +12,19 @@ import torch
 def trace_modules(model, tok, text):
     """
     Print the ids of a text, and a line for each module of a model in the order of computation: its name, the shape,
-    mean, norm, and eight digits of the sha256 of its values in fp32. Later calls of the model print too.
+    mean, norm, and eight digits of the sha256 of its values in fp32.
 
     Names and values are those of transformers' modules, so the first line that differs names the faulty module. RoPE
     and the product of attention have no line: if q_norm, k_norm and v_proj agree and o_proj does not, look there. Mean
     and norm agree up to rounding, the hash only if every bit does.
     """
     ids = [tok.bos, *tok.encode(text)]
-    for name, module in model.named_modules():
-        module.register_forward_hook(functools.partial(print_output, name))
     print(f"ids {ids}")
+    hooks = [module.register_forward_hook(functools.partial(print_output, name))
+             for name, module in model.named_modules()]
     model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
 
 
 def print_output(name, module, inputs, output):
