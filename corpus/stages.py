@@ -37,9 +37,10 @@ import tokenizer as tokenizers
 from configurator import ROOT
 from corpus import dedup, ledger
 from corpus.folder import dtype_of, publish, safe, write_shard, write_tokens
+from corpus.hosts import write_hosts
 from corpus.pii import TAGS, scrub_pii
 from corpus.readers import check, documents, files_of, id_hash, rows, rows_of, writable
-from corpus.report import verify, write_hosts, write_report
+from corpus.report import verify, write_report
 from corpus.robots import (
     AGENTS,
     COLUMNS,
