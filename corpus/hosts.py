@@ -34,8 +34,8 @@ HOST_FILES = {
 
 def write_hosts(folder, store, reservations):
     """
-    Write HOST_FILES next to a ledger: documents and bytes of each host, those that it lost or those that came in. Returns
-    how many hosts have a file in the stores, and the SHOWN hosts that lost the most bytes to opt-outs.
+    Write HOST_FILES next to a ledger: documents and bytes of each host, those that it lost or those that came in.
+    Returns how many hosts have a file in the stores, and the SHOWN hosts that lost the most bytes to opt-outs.
 
     store: open_robots(path) or None. reservations: open_reservations(path) or None.
     """
