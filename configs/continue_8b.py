@@ -1,6 +1,6 @@
 # Continued pretraining of the released 8B, on a language or a domain of yours.
 #
-#     torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 \
+#     bash tools/restart.sh out/continue_8b torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 \
 #         --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 train.py configs/continue_8b.py --data=data/mine-apertus \
 #         --recompute=cheap --micro_batch=4 --resume
 #
@@ -23,7 +23,7 @@
 # To stay closer to the start model, keep the learning rate at the floor of pretraining, as Apertus' own long-context
 # stages did: --lr=1.1e-5 --min_lr=1.1e-5 and 150 steps of warm-up.
 #
-# On one GPU: --lora_r=64 --base=bf16 --recompute=full trains adapters alone (posttrain/lora.py). Over billions of
+# On one GPU: --lora_r=64 --base=bf16 --recompute=full trains adapters alone (weights/lora.py). Over billions of
 # tokens they learn less and forget less than all weights do (Biderman et al., arXiv 2405.09673), and need another
 # learning rate.
 out = "out/continue_8b"

@@ -10,7 +10,7 @@
 #         --max_bytes=10e9 --tokenizer=apertus --tasks=64 --parts=64 --out=data/web-$L; done
 #     python -m corpus.cluster "hf://datasets/bigcode/starcoderdata/python/*.parquet" \
 #         --text_field=content --max_bytes=20e9 --tokenizer=apertus --tasks=64 --parts=64 --out=data/code
-#     torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 \
+#     bash tools/restart.sh out/node torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 \
 #         --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 train.py configs/node.py --resume
 out = "out/node"
 # Mixed by their sizes.

@@ -32,9 +32,10 @@ from corpus.ledger import first_kind, is_email, ledger_rows, names_in, names_of,
 from corpus.pii import scrub_pii
 from corpus.readers import kind_of
 from corpus.report import counted, described, verify
-from data import StagedDataset, Stream, TokenDataset, first_folder, started_stages
+from data import StagedDataset, Stream, TokenDataset, first_folder
 from engine.files import in_one_line, read_text
 from engine.plot import entries
+from engine.restore import started_stages
 from engine.runs import settings_of
 from schedule import Plan
 from tokenizer import load_for
@@ -310,9 +311,9 @@ def data_of_run(config, samples):
         data = StagedDataset(config["data"], config["stages"], config["block_size"], stage=stage)
     else:
         data = TokenDataset(config["data"], "train", config["block_size"], config["seed"])
-    if started_stages(data.fingerprint, samples) != started_stages(config["data_hash"], samples):
+    if started_stages(data.data_hash, samples) != started_stages(config["data_hash"], samples):
         raise ValueError(f"{config['data']} has changed since the run began, by a removal or a new build, so that its "
-                         f"steps cannot be counted any more: it is version {data.fingerprint:.16}, the run has read "
+                         f"steps cannot be counted any more: it is version {data.data_hash:.16}, the run has read "
                          f"{config['data_hash']:.16}")
     return data
 

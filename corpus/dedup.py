@@ -244,7 +244,7 @@ class Contamination:
                     yield number
 
 
-def read_prompts(path):
+def read_passages(path):
     """
     Evaluation prompts of a file: column prompt, question or text of .jsonl(.gz, .zst) or .parquet; the lines of any
     other file. A value that is no text, like null, is left out. ValueError for a row without such a column.

@@ -17,7 +17,9 @@ from functools import lru_cache
 from publicsuffixlist import PublicSuffixList
 
 from corpus.ledger import ledger_rows
-from corpus.robots import FILE_STATES, RESERVED, file_state, host_key
+from corpus.reservations import RESERVED
+from corpus.robots import FILE_STATES, file_state
+from corpus.urls import host_key, site_key
 from engine.files import write_flushed
 
 OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
@@ -62,7 +64,7 @@ def sizes_of_hosts(folder):
     """({host: [documents, bytes]} that came in, the same of those that opt-outs have removed)."""
     seen, lost = {}, {}
     for row in ledger_rows(folder, ["url", "reason", "bytes"]):
-        host = host_key(row["url"])
+        host = site_key(row["url"])
         if host:
             add_size(seen, host, row)
             if row["reason"].partition(":")[0] in OPT_OUTS:

@@ -23,7 +23,7 @@ import pyarrow
 import pyarrow.parquet
 
 from corpus.readers import kind_of
-from corpus.robots import host_key, split_url
+from corpus.urls import host_key, split_url
 from engine.files import in_one_line
 
 FILE = "documents.parquet"

@@ -59,6 +59,11 @@ NO_ROW = "a row of more fields than names, or with a quote inside a field"
 NAMED = ("language", "lang", "language_script", "license")
 
 
+def plain(name):
+    """The name of a column in lower case, with _ for -."""
+    return name.strip().lower().replace("-", "_")
+
+
 def id_hash(doc_id):
     """A 64-bit integer that depends on the text alone. Shards hold documents in the order of that of their order_id."""
     return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:8])
@@ -126,7 +131,7 @@ def reason_to_ignore(file, name):
     return None if kind_of(file) else ending(file)
 
 
-def local(path):
+def local_files(path):
     """Yield (name, path, why it is not read) of the files that a local path or glob names."""
     for match in matches(path):
         if os.path.isfile(match):
@@ -193,7 +198,7 @@ def find(paths):
     candidates = []
     for path in paths:
         with in_one_line(path):
-            matching = list(remote(path) if "://" in path else local(path))
+            matching = list(remote(path) if "://" in path else local_files(path))
         if not matching:
             raise ValueError(f"no such file, folder or pattern: {path!r}, or an empty folder")
         candidates += matching
@@ -420,8 +425,8 @@ def rows(file, part, columns=(), errors="surrogateescape"):
     Yield (number, row) of a part of a file. number: from 0 in the file, of the line if it has lines; row: a dict, or
     its problem, a str.
 
-    columns: those of a parquet file to read; all, if it has none of these. errors: for bytes that are not UTF-8, as
-    in open(). ValueError, one line, if the file is damaged.
+    columns: those of a parquet file to read; all, if it has none of these. x_robots_tag is also X-Robots-Tag. errors:
+    for bytes that are not UTF-8, as in open(). ValueError, one line, if the file is damaged.
     """
     path = file["path"]
     kind = kind_of(path)
@@ -435,7 +440,7 @@ def rows(file, part, columns=(), errors="surrogateescape"):
         if kind == "parquet":
             parquet = ParquetFile(open_raw(path))
             for batch in parquet.iter_batches(512, row_groups=[begin], columns=[
-                    name for name in parquet.schema_arrow.names if name in columns] or None):
+                    name for name in parquet.schema_arrow.names if name in columns or plain(name) in columns] or None):
                 yield from enumerate(batch.to_pylist(), number)
                 number += len(batch)
             return
@@ -470,19 +475,20 @@ def lines_of(path, comments=False):
             yield number, text
 
 
-def rows_of(path, *columns, comments=False, errors="surrogateescape", wrong=()):
+def rows_of(path, *columns, comments=False, errors="surrogateescape", wrong=(), last=None):
     """
     Yield a list for each row of a file: for each entry of columns, a tuple of names, the value of the first that the
     row has. In a file of text each line that is not empty is a row of one column.
 
     comments: # begins a comment in a line of text, at its start or after white space. errors: as in rows().
     ValueError, one line: the file is damaged, or a row lacks a column.
-    wrong: columns that only another kind of file has, an error too.
+    wrong: columns that only another kind of file has, an error too. last: a column that a row may lack, whose value, or
+    None, ends the list.
     """
     if kind_of(path) in (None, "text"):
         yield from ([line] for _, line in lines_of(path, comments))
         return
-    for row in records(path, {*wrong, *itertools.chain(*columns)}, errors):
+    for row in records(path, {*wrong, last, *itertools.chain(*columns)}, errors):
         for key in filter(row.__contains__, wrong):
             raise ValueError(f"{path}: a row has the column {key}, so this is another kind of file: name it with the "
                              "setting that reads it (--robots: domain, content; --reservations: domain, file, content; "
@@ -493,20 +499,29 @@ def rows_of(path, *columns, comments=False, errors="surrogateescape", wrong=()):
             if key is None:
                 raise ValueError(f"{path}: a row has no column {' or '.join(keys)}; it has {', '.join(row) or 'none'}")
             values.append(row[key])
-        yield values
+        yield values + [row.get(last)] * (last is not None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # documents
 
 
+def decoded(row):
+    """A row with its bytes as text, as parquet may hold it; those that are not UTF-8 become surrogates."""
+    return {name: value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
+            for name, value in row.items()}
+
+
 def document(row, file, doc_id, text_field):
     """The document of a row or a problem in a file. Language and script are joined: deu_Latn."""
     if isinstance(row, str):
         return dict(file=file, id=doc_id, text=None, problem=row)
+    was_bytes, row = isinstance(row.get(text_field), bytes), decoded(row)
     text = row.get(text_field)
     if not isinstance(text, str):
         return dict(file=file, id=doc_id, text=None, problem=f"a row without text in its column {text_field!r}")
+    if was_bytes and problem_of(text):
+        return dict(file=file, id=doc_id, text=None, problem=problem_of(text))
     # An empty cell of a table is no id.
     if row.get("id") not in (None, ""):
         doc_id = writable(f"{file}:{row['id']}")
@@ -520,10 +535,15 @@ def document(row, file, doc_id, text_field):
             problem = f"a {column} that is a {type(value).__name__}, not a name"
             return dict(file=file, id=doc_id, text=None, problem=problem)
         doc[column] = None if value is None else writable(str(value))
+    return doc | language_of(doc)
+
+
+def language_of(doc):
+    """{"language": deu_Latn} of a document, from the columns that name language and script; {} if it has none."""
     language, script = doc.get("language") or doc.get("lang"), doc.get("language_script")
-    if language:
-        doc["language"] = f"{language}_{script}" if script and "_" not in language else language
-    return doc
+    if not language:
+        return {}
+    return dict(language=f"{language}_{script}" if script and "_" not in language else language)
 
 
 def documents(file, part, text_field="text", columns=()):

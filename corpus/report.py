@@ -19,8 +19,10 @@ from tqdm import tqdm
 from corpus.folder import shards_of
 from corpus.hosts import HOST_FILES, OPT_OUTS, write_domains
 from corpus.ledger import FILE, NUMBERS, PII, ledger
-from corpus.robots import FILES, RESERVED
+from corpus.readers import counts_of
+from corpus.reservations import MARKS, RESERVED, UNKNOWN
 from corpus.rules import RULES
+from corpus.stores import FILES
 from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
 
 # Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
@@ -34,6 +36,7 @@ REASONS = {
     "bad-url": "not a URL (--missing=deny)",
     "no-url": "has no URL (--missing=deny)",
     **RESERVED,
+    **{reason: f"{text} (--missing=deny)" for reason, text in UNKNOWN.items()},
     **RULES,
     "contaminated": "contains an evaluation prompt",
     "tokens": "too few or too many tokens",
@@ -209,19 +212,30 @@ def opt_outs_consulted(report):
     robots, settings = report["robots"], [store["setting"] for store in report["stores"]]
     counts, missing = robots["hosts"], robots["missing"]
     hosts, unknown, several = counted(counts["seen"], "host"), counts["unknown"], counts["several"]
-    parts = ["robots.txt not consulted (--robots)", f"{' and '.join(FILES)} not consulted (--reservations)"]
+    parts = ["robots.txt not consulted (--robots)", f"{in_words(FILES)} not consulted (--reservations)"]
     if "robots" in settings:
         parts[0] = f"robots.txt of {counts['seen'] - unknown:,} of {hosts}"
         parts[0] += (f" ({unknown:,} unknown: not in the store or not fetched; --missing={missing} "
                      f"{'keeps' if missing == 'allow' else 'removes'} their pages)") * (unknown > 0)
     if "reservations" in settings:
-        parts[1] = " and ".join(f"{file} of {n:,}" for file, n in robots["reservations"].items()) + f" of {hosts}"
+        parts[1] = in_words([f"{file} of {n:,}" for file, n in robots["reservations"].items()]) + f" of {hosts}"
     if "blocked" in settings:
         parts.append("the list of --blocked")
     of_documents = counted(report["total"]["documents_in"], "document")
     parts.append(f"headers or <meta> known for {robots['statements']:,} of {of_documents}")
-    differ = f"{counted(several, 'host')} with different files in a store: the last row of each counts"
-    return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0)
+    # Reports of older versions have neither snapshots nor marks.
+    counts = "any of them may refuse" if robots.get("snapshots") == "any" else "the last one of each counts"
+    differ = f"{counted(several, 'host')} with different files in a store: {counts}"
+    marks = [f"{counted(mark['documents'], 'document')} of {counted(len(mark['hosts']), 'host')}: {MARKS[name]}"
+             for name, mark in robots.get("marks", {}).items() if mark["documents"]]
+    ignored = [f"--{store['setting']}: not read: {'; '.join(counts_of(store['ignored']))}"
+               for store in report["stores"] if store.get("ignored")]
+    return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0) + marks + ignored
+
+
+def in_words(names):
+    """A list in a sentence: a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def counted(n, noun):

@@ -1,40 +1,43 @@
 """
-Opt-outs: may this document be used for training? robots.txt, applied retroactively, and the other reservations.
+robots.txt, applied retroactively: may this URL be used for training?
 
 Apertus dropped a page of 2013-2024 if the robots.txt that its host served in January 2025 disallows the page's URL for
-any of 15 agents: crawlers that collect for AI, and `*`. It kept pages of hosts whose file it did not have. That cost
-8 % of the English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3). RFC 9309 decides the rule:
+any of 15 agents: 12 crawlers that collect for AI, two versions of CCBot, and `*`. It kept pages of hosts whose file it
+did not have. That cost 8 % of the English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3).
+RFC 9309 decides the rule:
 
     group = all groups that name the agent, merged; otherwise those of `*`; otherwise no rules
     rule  = the longest of the group's patterns that match path?query; allow wins ties; `*` = anything, `$` = the end
     drop  = some agent's rule is a disallow, or its preference for this path forbids training
 
-Each other opt-out removes the document under its own name. (The EU's code of practice for general-purpose models,
-copyright chapter, measure 1.3, asks for them. Directive 2019/790, art. 4(3), gives effect to machine-readable
-reservations; which of these qualify is not settled, so all are honoured.)
+All signals; this file reads the first two and corpus/reservations.py the others. (The EU's code of practice for
+general-purpose models, copyright chapter, measure 1.3, asks for them. Directive 2019/790, art. 4(3), gives effect to
+machine-readable reservations; which of these qualify is not settled, so all are honoured.)
 
-    usage-file, usage-header   train-ai=n in Content-Usage, a line `[/path] train-ai=n` of robots.txt or an HTTP header
-                               (IETF, draft-ietf-aipref-attach-05, draft-ietf-aipref-vocab-07); ai-train=no in
-                               Content-Signal, in files that Cloudflare writes for its customers (contentsignals.org)
-    noai, noimageai, noml      in the header X-Robots-Tag or <meta name="robots">, for all or for one of our agents
-                               (DeviantArt 2022, Mojeek; `agent: directive` as in Google's reference). A page with
-                               noimageai loses its text too, as in Spawning's library datadiligence
-    tdm-file                   /.well-known/tdmrep.json: the first rule whose location matches (TDMRep, W3C community
-                               group, final report)
-    tdm-header, tdm-meta       tdm-reservation: 1 in a header or <meta>; each overrides the ones before it, so a page
-                               with tdm-reservation: 0 is exempt from its host's file
-    ai-txt                     /ai.txt (Spawning): robots.txt rules about kinds of files (*.html); a URL without a file
-                               extension counts as HTML
+    signal                 state                where it stands         what we read                  what we do not
+    Disallow               RFC 9309 (2022)      robots.txt              groups of our agents and *;   rules before any
+                                                                        the first 500 KiB             User-agent
+    Content-Usage,         drafts: IETF attach  robots.txt; HTTP        n for train-ai, ai-train,     search, ai-use,
+    Content-Signal,        -05, vocab -08;      header                  and for tdm, ai, genai,       ai-input
+    Usage-Pref             Cloudflare 2025                              train-genai, bots, all
+    X-Robots-Tag,          DeviantArt 2022,     HTTP header, <meta>     noai, noimageai, noml, for    noindex, none
+    <meta name=robots>     Mojeek                                       all or one of our agents
+    TDMRep                 W3C community group  tdmrep.json, header,    tdm-reservation               ODRL policies;
+                           (2024)               <meta>                                                EPUB, PDF
+    ai.txt                 Spawning (2023)      /ai.txt                 groups, as in robots.txt      -
+    RSL                    1.0 (Dec. 2025)      License: of robots.txt, prohibits usage of ai-train,  permits, payment
+                                                Link, <link>; .xml      train-ai, ai-all, all         (counted); feeds
+    -                      -                    -                       -                             network blocks,
+                                                                                                      prose, terms
 
-Metadata in EPUB and PDF files is not read.
+A signal that is almost in its syntax counts: the will of its writer is plain. What cannot be read is counted (unread,
+unparsable, unknown), never taken for consent, and removed with --missing=deny.
 
 The command below gives the verdict of robots.txt on a page. It reads no other opt-out; prepare.py does:
 
 $ python -m corpus.robots https://example.com/a --robots=robots.txt     # each agent's verdict and the rule behind it
 $ python -m corpus.robots https://example.com/a --robots=store.jsonl.gz --missing=deny
-$ python prepare.py pages.jsonl --robots=store.jsonl.gz                 # rows of domain, content
-$ python prepare.py pages.jsonl --reservations=store.jsonl.gz           # rows of domain, file, content
-$ python prepare.py pages.jsonl --reservations=mirror/                  # HOST/ai.txt, HOST/.well-known/tdmrep.json
+$ python prepare.py pages.jsonl --robots=store.jsonl.gz                 # stores: corpus/stores.py
 """
 
 import sys
@@ -43,22 +46,19 @@ if not __package__:
     print("robots.py: start it from the project's root, python -m corpus.robots", file=sys.stderr)
     sys.exit(2)
 
-import ipaddress
-import json
-import os
 import re
-import unicodedata
-import zlib
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from urllib.parse import quote, unquote, unquote_to_bytes
+from typing import NamedTuple
 
-from corpus.readers import rows_of
+from corpus.stores import AGENTS_2026, Store, open_robots, read_agents, versions_of
+from corpus.urls import compiled, disallowing, host_key, site_key, split_url
 
 paths = []             # URLs to check
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet
 missing = "allow"      # a host whose robots.txt is not in the store: allow or deny
+snapshots = "any"      # different files of a host: any may refuse, or the last one counts
 explicit = False       # count only groups that name an AI agent, not those of *
 
 # The 15 of the published pipeline (swiss-ai/pretrain-data; the report prints 14, without FacebookBot).
@@ -67,41 +67,18 @@ AGENTS = [
     "cohere-training-data-crawler", "Diffbot", "FacebookBot", "Meta-ExternalAgent", "Google-Extended", "GPTBot",
     "PanguBot", "*",
 ]
-# The opt-outs other than robots.txt: {reason: its text in the report}.
-RESERVED = {
-    "noai": "the page or its headers forbid AI training",
-    "noimageai": "the same, for images",
-    "noml": "the same, in Mojeek's word",
-    "tdm-file": "reserved by the host's tdmrep.json",
-    "tdm-header": "reserved by the header tdm-reservation",
-    "tdm-meta": "reserved by the page's <meta> tdm-reservation",
-    "usage-header": "the header Content-Usage or Content-Signal forbids training",
-    "usage-file": "the same, in the host's robots.txt",
-    "ai-txt": "disallowed by the host's ai.txt",
-}
 # What a store has of a host: a robots.txt (an empty one if the host serves none), something else under that name, or
 # nothing: the host was not asked, or its file was not fetched.
 FILE_STATES = ("with_file", "unparsable", "unknown")
-# The files of a store of reservations, and the columns of a document that are read.
-FILES = ("tdmrep.json", "ai.txt")
-COLUMNS = ("headers", "x_robots_tag", "content_usage", "tdm_reservation", "meta_robots", "meta_tdm_reservation")
+
+
+def agents_of(setting):
+    """The agents of --agents: a file of them, "2026", or "" for AGENTS."""
+    return read_agents(AGENTS_2026 if setting == "2026" else setting) if setting else AGENTS
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the decision about a document
-
-
-def refusal(doc, robots=None, reservations=None):
-    """
-    Why a document may not be used for training, as the ledger has it ("robots:AGENT:RULE", "noai"); None if it may.
-
-    doc: dict with url and the fields of reservation(). robots: keyword arguments of verdict(), whose agents count for
-    all opt-outs; None skips robots.txt. reservations: open_reservations(path) or None. The statements of the document
-    itself always count.
-    """
-    robots = robots or {}
-    kept, reason = verdict(doc.get("url"), **robots)
-    return reservation(doc, reservations, robots.get("agents", AGENTS)) if kept else reason
+# the verdict
 
 
 def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explicit=False):
@@ -110,7 +87,7 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explici
 
         allowed                    robots.txt allows this URL for every agent
         no-url                     the document has no URL, so no file of its host was consulted
-        no-robots                  the store has no robots.txt of the host: whether it has opted out is unknown
+        no-robots                  the store has no robots.txt of the site: whether it has opted out is unknown
         unparsable                 the host serves something else as robots.txt: a web page, prose, no user-agent
         bad-url                    the URL is malformed
         robots:AGENT:RULE          dropped: this rule disallows the URL for this agent
@@ -119,20 +96,33 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explici
 
     With missing='deny' no-url, no-robots, unparsable and bad-url are dropped too.
 
-    store: open_robots(path) or anything with .get(host) -> str, bytes or None. blocked: blocked_domains(path).
+    store: open_robots(path) or anything with .get(site_key(url)) -> str, bytes or None. blocked: blocked_domains(path).
     missing: 'allow' (Apertus kept these pages; RFC 9309 sec. 2.3.1.4 disallows all of a host whose file could not be
     fetched) or 'deny' (keep only URLs that a robots.txt allows); any other value is a ValueError.
+    """
+    return dated_verdict(url, versions_of(store, site_key(url)), agents, missing, blocked, explicit)[:2]
+
+
+def dated_verdict(url, files, agents=AGENTS, missing="allow", blocked=(), explicit=False):
+    """
+    verdict() by the files of the URL's site, the newest first; and whether an older one refuses the URL, which the
+    newest does not.
     """
     if missing not in ("allow", "deny"):
         raise ValueError(f"missing={missing!r}: want 'allow' (keep pages whose robots.txt is unknown) or 'deny'")
     # a.example.com is blocked by its own name, by example.com, and by com.
-    host = entry = host_key(url)
+    entry = host_key(url)
     while entry and entry not in blocked:
         entry = entry.partition(".")[2]
     if entry:
-        return False, f"blocked-domain:{entry}"
-    kept, reason = may_train_on(url, store.get(host) if store and host else None, agents, explicit)
-    return kept and (missing == "allow" or reason == "allowed"), reason
+        return False, f"blocked-domain:{entry}", False
+    newest, *older = files or [None]
+    kept, reason = may_train_on(url, newest, agents, explicit)
+    for file in older if kept else ():
+        allows, refusal = may_train_on(url, file, agents, explicit)
+        if not allows:
+            return False, refusal, True
+    return kept and (missing == "allow" or reason == "allowed"), reason, False
 
 
 def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
@@ -151,28 +141,21 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
         return True, "bad-url"
     if robots_txt is None:
         return True, "no-robots"
-    groups = parse_robots(robots_txt)
-    if groups is None:
+    file = parse_robots(robots_txt)
+    if file is None:
         return True, "unparsable"
     # A preference about training addresses AI even in a group of `*`, so explicit does not apply.
-    reason = (first_refusal("robots", path, groups, agents, explicit)
-              or first_refusal("usage-file", path, parse_robots(robots_txt, True), agents))
+    reason = (first_refusal("robots", path, file.reading, agents, explicit)
+              or first_refusal("usage-file", path, file.training, agents))
     return not reason, reason or "allowed"
 
 
-def file_state(host, store):
-    """One of FILE_STATES: does the store have a robots.txt of this host key?"""
-    content = store.get(host) if store else None
+def file_state(site, store):
+    """One of FILE_STATES: does the store have a robots.txt of this site_key()?"""
+    content = store.get(site) if store else None
     if content is None:
         return "unknown"
     return "unparsable" if parse_robots(content) is None else "with_file"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# rules and paths
-
-# Marks the start and end of a path, and of a pattern anchored there. No URL contains a line break: it is written %0A.
-EDGE = "\n"
 
 
 def first_refusal(reason, path, groups, agents, explicit=False):
@@ -196,97 +179,105 @@ def refusals(path, groups, agents, explicit=False):
             yield agent, rule
 
 
-def disallowing(rules, path):
-    """The first of the rules (from compiled) that matches path, as written, if it disallows; otherwise ""."""
-    path = EDGE + path + EDGE
-    for _, disallows, written, parts in rules:
-        at = 0
-        # The leftmost match of each part needs no backtracking: /*a*a*a*a*b takes linear time, like any pattern.
-        for part in parts:
-            at = path.find(part, at)
-            if at < 0:
-                break
-            at += len(part)
-        else:
-            return written if disallows else ""
-    return ""
-
-
-def compiled(disallows, written, strict=False):
-    """
-    (rank, disallows, written, parts) of a rule: paths that match contain the parts, in this order.
-
-    Rules are sorted by rank, the longest first. Of equally long ones, those that allow come first, with strict those
-    that disallow.
-    """
-    pattern = percent(written)
-    # The space marks the end of the pattern, in which percent() writes a space as %20.
-    bound = f"{EDGE}{pattern} ".replace("$ ", EDGE).rstrip(" ")
-    rank = (disallows != strict) - 2 * len(pattern)
-    return rank, disallows, written, bound.replace("$", "%24").split("*")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# URLs
-
-# URLs may be hostile: these expressions are unambiguous, so each takes linear time.
-# With a scheme, or without one before example.com/a (not mailto:x@example.com); then user:password@, [IPv6]:port or
-# host:port, and the path.
-_URL = re.compile(r"(?i)(?:(?:(?:https?|ftp):)?//|(?=[^/?#:@\s.]+\.[^/?#:@\s]+(?::\d*)?(?:[/?#]|$)))"
-                  r"(?:[^/?#]*@)?(?:\[([^\]@/?#]*)\][:0-9]*|([^:@/?#]*)(?::[0-9]*)?)(?![^/?#])([^#]*)")
-_HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
-# A whole label that is not ASCII. Longer ones are no host, and to encode them would take quadratic time.
-_FOREIGN = re.compile(r"(?<![^.])(?=[^.]{1,63}(?![^.]))[^.]*[^.\0-\x7f][^.]*")
-_NOT_PLAIN = re.compile(r"(?:%[0-9A-Fa-f]{2}|[^!-~])+")
-
-
-def host_key(url):
-    """The host of a URL, the key of a store: lower case, no user, no port, IDN in punycode. None if it has no host."""
-    return split_url(url)[0]
-
-
-def split_url(url):
-    """(host, path with query) of a URL, normalised so that equivalent URLs are equal. None, None if it is no URL."""
-    m = isinstance(url, str) and _URL.match(url.strip())
-    if not m:
-        return None, None
-    address, host, path = m.groups()
-    if address is None:
-        # The time of normalize() is quadratic in a run of accents. A longer host is none after it either.
-        host = unicodedata.normalize("NFKC", unquote(host)[:2_000]).lower()
-        host = host.replace("\u3002", ".").removesuffix(".")
-        # Encoded label by label, because Python's "idna" codec (IDNA 2003) maps straße.de to strasse.de.
-        if not host.isascii():
-            host = _FOREIGN.sub(lambda label: "xn--" + label[0].encode("punycode").decode(), host)
-        if not _HOST.fullmatch(host):
-            return None, None
-    else:
-        try:
-            host = ipaddress.IPv6Address(address).compressed
-        except ValueError:
-            return None, None
-    path = percent("/" + path.removeprefix("/"))
-    # Rules write * and $ as %2A and %24 if they mean the characters themselves.
-    return host, path.replace("*", "%2A").replace("$", "%24")
-
-
-def percent(text):
-    """RFC 9309 sec. 2.2.2: %7E becomes ~, %c3 becomes %C3, and e-acute becomes %C3%A9."""
-    return _NOT_PLAIN.sub(lambda m: quote(unquote_to_bytes(m[0].encode("utf-8", "replace")), safe=""), text)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# robots.txt
+# the file
 
 # RFC 9309 sec. 2.5: the minimum that a crawler has to read.
 MAX_BYTES = 500 * 1024
 # Misspelt names and a missing colon are accepted, as by Google's parser: the intent of "Disalow /" is clear.
-_LINE = re.compile(r"(?i)[\r\n][ \t]*(?:(user[ -]?agent)|(allow)|(content-usage|content-signal)|dis+al+ow|disallaw|"
-                   r"diasllow)(?:[ \t]*:|[ \t])([^#\r\n]*)")
-# Not a robots.txt: a web page, or text other than comments without any user-agent or sitemap line.
-_OTHER = re.compile(r"(?is)\s*<|(?!.*[\r\n][ \t]*(?:user[ -]?agent|sitemap)[ \t:]).*[\r\n][ \t]*[^#\s]")
+_LINE = re.compile(r"""(?ix) [\r\n] [ \t]*
+    (?: (?P<agent> user [ -]? agent )
+      | (?P<allow> allow )
+      | (?P<usage> content-usage | content-signal | usage-pref )
+      | (?P<license> license (?= [ \t]* : [ \t]* (?: [^\s#]* / | [^\s#]+ \.xml ) ) )
+      | dis+al+ow | disallaw | diasllow )
+    (?: [ \t]* : | [ \t] ) (?P<value> [^#\r\n]* )""")
+# Not a robots.txt: a web page, or text other than comments without any line about agents, sitemaps or training.
+_OTHER = re.compile(r"""(?isx) \s* <
+    | (?! .* [\r\n] [ \t]* (?: (?: user [ -]? agent | sitemap ) [ \t:]
+                             | (?: content-usage | content-signal | usage-pref ) [ \t]* :
+                             | license [ \t]* : [ \t]* (?: [^\s#]* / | [^\s#]+ \.xml ) ) )
+      .* [\r\n] [ \t]* [^#\s]""")
 # "CCBot/2.0 (https://...)" -> "CCBot"
 _TOKEN = re.compile(r"\*(?!\S)|[A-Za-z0-9_.-]+")
+
+
+class Robots(NamedTuple):
+    """A robots.txt: {agent token: [rule of compiled(), the longest first]} about reading and training, and licences."""
+
+    reading: dict
+    training: dict
+    licences: list
+
+
+# Cached because the documents of a host come in clusters.
+@lru_cache(maxsize=4096)
+def parse_robots(content):
+    """
+    A robots.txt, str or bytes, as Robots; None if it is something else: a web page, or text without a line about
+    agents, sitemaps or training. A byte-order mark is skipped; the official pipeline loses a group to it.
+    """
+    text = robots_text(content)
+    if _OTHER.match(text):
+        return None
+    lines = [(kind_of_line(m), m["value"].strip()) for m in _LINE.finditer(text)]
+    # A licence belongs to no group (RSL 1.0), so it does not end one.
+    licences = [value for kind, value in lines if kind == "license"]
+    lines = [line for line in lines if line[0] != "license"]
+    # RFC 9309 has no rules before the first user-agent. A preference there is about all agents.
+    reading, _ = groups_of(lines, ("allow", "disallow"))
+    training, for_all = groups_of(lines, ("usage",))
+    if for_all:
+        training.setdefault("*", [])
+    for rules in training.values():
+        rules += for_all
+    for rules in [*reading.values(), *training.values()]:
+        rules.sort(key=itemgetter(0))
+    return Robots(reading, training, licences)
+
+
+def kind_of_line(m):
+    """agent, allow, disallow, usage or license: what a match of _LINE is."""
+    return next((kind for kind in ("agent", "allow", "usage", "license") if m[kind]), "disallow")
+
+
+def groups_of(lines, kinds):
+    """({agent token: rules of these kinds}, those before the first user-agent) of lines, [(kind, value)]."""
+    groups, before, names, in_rules = {}, [], [], False
+    for kind, value in lines:
+        if kind == "agent":
+            # A user-agent line after a rule begins a new group. RFC 9309 merges all groups of an agent.
+            names = [] if in_rules else names
+            names += map(product_token, value.split(","))
+            for name in names:
+                groups.setdefault(name, [])
+        # An empty "Disallow:" disallows nothing.
+        elif value and kind in kinds:
+            rule = preference(value) if kind == "usage" else compiled(kind == "disallow", value)
+            for rules in [groups[name] for name in names] if names else [before]:
+                rules.append(rule)
+        in_rules = kind != "agent"
+    return groups, before
+
+
+def robots_text(content):
+    """The text of a robots.txt (str or bytes) after a line break: at most MAX_BYTES, without a byte-order mark."""
+    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    if len(raw) > MAX_BYTES:
+        raw = raw[:end_of_whole_lines(raw)]
+    # UTF-16 read as UTF-8 is ASCII with NULs in between.
+    return "\n" + raw.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd")
+
+
+def end_of_whole_lines(raw):
+    """Where the last whole line of the first MAX_BYTES ends: "/private/x" cut to "/" would disallow everything."""
+    return raw.rfind(b"\n", 0, MAX_BYTES)
+
+
+def has_unread_rules(content):
+    """Whether a robots.txt (bytes or str) has rules behind the part that is read."""
+    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    return len(raw) > MAX_BYTES and bool(_LINE.search(raw[end_of_whole_lines(raw):].decode("utf-8", "replace")))
 
 
 @lru_cache(maxsize=4096)
@@ -296,275 +287,29 @@ def product_token(agent):
     return m and m[0].lower()
 
 
-# Cached because the documents of a host come in clusters: 4,096 files, each parsed for reading and for training.
-@lru_cache(maxsize=8192)
-def parse_robots(content, usage=False):
-    """
-    {agent token: [rule of compiled(), the longest first]} of a robots.txt, str or bytes.
-
-    None if it is something else: a web page, or text without any user-agent or sitemap line. A byte-order mark is
-    skipped; the official pipeline loses a group to it. usage: return the rules about training, not those about reading.
-    """
-    text = robots_text(content)
-    if _OTHER.match(text):
-        return None
-    # Most files state no preference about training.
-    if usage and "content-" not in text.lower():
-        return {}
-    groups, current, in_rules = {}, [], False
-    for user, allow, about_training, value in _LINE.findall(text):
-        value = value.strip()
-        if user:
-            # A user-agent line after a rule begins a new group. RFC 9309 merges all groups of an agent.
-            current = [] if in_rules else current
-            current.append(groups.setdefault(product_token(value), []))
-        # An empty "Disallow:" disallows nothing.
-        elif value and usage == bool(about_training):
-            rule = preference(value) if usage else compiled(not allow, value)
-            for rules in current:
-                rules.append(rule)
-        in_rules = not user
-    for rules in groups.values():
-        rules.sort(key=itemgetter(0))
-    return groups
-
-
-def robots_text(content):
-    """The text of a robots.txt (str or bytes) after a line break: at most MAX_BYTES, without a byte-order mark."""
-    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
-    if len(raw) > MAX_BYTES:
-        # Cut after a whole line: "/private/x" cut to "/" would disallow everything.
-        raw = raw[:raw.rfind(b"\n", 0, MAX_BYTES)]
-    # UTF-16 read as UTF-8 is ASCII with NULs in between.
-    return "\n" + raw.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd")
-
-
 def preference(value):
     """The rule of a Content-Usage or Content-Signal line. Without a path it applies to all paths."""
     path, terms = re.match(r"(/\S*)?\s*(.*)", value).groups()
     return compiled(forbids_training(terms), path or "/", strict=True)
 
 
+# Labels about training: of the drafts of today, of Cloudflare, and of earlier drafts (draft-thomson-aipref-sup-00,
+# draft-ietf-aipref-vocab-00 to -04), which sites still serve. A value is n; no, false and ?0 mean it.
+_TERM = re.compile(r"""(?ix) (?<! [\w-] )
+    ( train-ai | ai-train | train-genai | genai | tdm | ai | bots | all ) [ \t]* [=:] [ \t]* ["'(]* ( \?0 | [\w-]+ )""")
+_NO = ("n", "no", "?0", "0", "false")
+
+
 def forbids_training(terms):
     """
-    Does a preference, in a line of robots.txt or in a header, contain train-ai=n or ai-train=no?
+    Does a preference, in a line of robots.txt or in a header, have a label about training with the value n?
 
-    terms: NAME=VALUE;PARAMETERS separated by commas; a name's last value counts (draft-ietf-aipref-vocab-07 sec. 6.5).
-    The rest need not be a valid dictionary of RFC 9651: a syntax error does not withdraw an opt-out.
+    A label's last value counts (draft-ietf-aipref-vocab-08 sec. 6.5). The rest need not be a dictionary of RFC 9651,
+    whose keys are lower case, without spaces around "=" and with commas between members: a syntax error does not
+    withdraw an opt-out, and no label withdraws that of another one.
     """
-    values = dict(re.findall(r"(?:^|,)\s*(train-ai|ai-train)(?:=([^,;\s]*))?\s*(?=[,;]|$)", terms))
-    return values.get("train-ai") == "n" or values.get("ai-train") == "no"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# other reservations
-
-# Lines of statements(): Content-Usage, and TDM-Reservation.
-_USAGE = re.compile(r"(?im)^content-(?:usage|signal)[ \t]*:(.*)")
-_MINING = re.compile(r"(?im)^(?:((?-i:meta))-)?tdm-reservation[ \t]*:[ \t]*([01])[ \t]*$")
-
-
-def reservation(doc, store=None, agents=AGENTS):
-    """
-    Why a document may not be used for training: a key of RESERVED, with a file's rule after a colon. None if it may.
-
-    doc: dict with url, any of COLUMNS, and metas, [(name, content)] or {name: content}, of an HTML page. store:
-    open_reservations(path), or {file: anything with .get(host) -> str, bytes or None}.
-    """
-    lines = statements(doc)
-    directive = directive_pattern(tuple(agents)).search(lines)
-    if directive:
-        return directive[1].lower()
-    # One preference does not withdraw the opt-out of another (draft-ietf-aipref-vocab-07 sec. 5.1).
-    if any(map(forbids_training, _USAGE.findall(lines))):
-        return "usage-header"
-    host, path = split_url(doc.get("url"))
-    tdmrep, ai_txt = (store[file].get(host) or "" if store and host else "" for file in FILES)
-    return mining_reservation(lines, tdmrep, path) or (ai_txt and ai_txt_refusal(ai_txt, path, agents)) or None
-
-
-@lru_cache
-def directive_pattern(agents):
-    """The pattern of a line of statements() with a directive for all or for one of these agents, a tuple."""
-    # What is said to `*` is said to all, whichever agents count.
-    names = "|".join({re.escape(product_token(agent) or "*") for agent in [*agents, "*"]})
-    # "X-Robots-Tag: directive, agent: directive"
-    return re.compile(rf"(?im)^(?:x-robots-tag|meta-robots|meta-(?:{names}))[ \t]*:(?:.*?,)??[ \t]*"
-                      rf"(?:(?:(?:{names})[ \t]*)?:[ \t]*)?(noai|noimageai|noml)[ \t]*(?:,|$)")
-
-
-def mining_reservation(lines, tdmrep, path):
-    """The reason of the last statement about text and data mining that counts: tdmrep.json, header, <meta>; or None."""
-    location = tdmrep and disallowing(parse_tdmrep(tdmrep), path)
-    reason = f"tdm-file:{location}" if location else None
-    # Each overrides the ones before it; values other than 0 and 1 change nothing.
-    for where, value in _MINING.findall(lines):
-        reason = f"tdm-{where or 'header'}" if value == "1" else None
-    return reason
-
-
-def ai_txt_refusal(ai_txt, path, agents):
-    """"ai-txt:AGENT:RULE" if a host's ai.txt disallows the path for one of the agents, else None."""
-    groups = parse_robots(ai_txt)
-    # /a/page counts as /a/page.html.
-    html = re.sub(r"^([^?]*/[^?/.]*)(\?.*)?$", r"\1.html", path)
-    return first_refusal("ai-txt", path, groups, agents) or first_refusal("ai-txt", html, groups, agents)
-
-
-def has_statements(doc):
-    """Whether headers or <meta> came with a document, an empty list too: otherwise it may have lost its opt-outs."""
-    return any(doc.get(name) not in (None, "") for name in (*COLUMNS, "metas"))
-
-
-def statements(doc):
-    """
-    The headers and <meta> of a document, which may be columns too, as lines of text; the most specific last.
-
-    doc["headers"]: lines of text, JSON, pairs, or a dict.
-    """
-    headers, metas = doc.get("headers"), doc.get("metas")
-    if isinstance(headers, str):
-        try:
-            headers = json.loads(headers)
-        except Exception:                                  # no JSON, or too deep
-            headers = headers.replace("\r", "\n")
-    columns = [(name.replace("_", "-"), doc[name]) for name in COLUMNS[1:] if name in doc]
-    # A user's column may also be called metas: only a list or a dict is ours.
-    pairs = metas.items() if isinstance(metas, dict) else metas if isinstance(metas, list) else []
-    metas = [f"meta-{as_text(pair, ': ')}" for pair in pairs]
-    return as_text([headers, columns, metas], "\n", "\n", ": ")
-
-
-def as_text(value, separator=", ", *others):
-    """
-    Nested lists as text: the separator joins the parts of value, the first of the others their parts, and so on. What
-    lies too deep for Python has no text.
-    """
-    if isinstance(value, dict):
-        value = list(value.items())
-    if isinstance(value, (list, tuple)):
-        try:
-            return separator.join(as_text(part, *others) for part in value)
-        except RecursionError:
-            return ""
-    # A column of numbers with missing values holds floats: 1.0 for 1.
-    return str(int(value) if value in (0, 1) else value).strip()
-
-
-# Cached because the documents of a host come in clusters.
-@lru_cache(maxsize=4096)
-def parse_tdmrep(content):
-    """[rule of compiled()] of a tdmrep.json, in the file's order; [] if it is something else."""
-    try:
-        rows = [row for row in json.loads(content) if isinstance(row, dict)]
-    except Exception:                                      # the file may hold anything
-        return []
-    values = [(str(row.get("tdm-reservation")).strip(), str(row.get("location") or "/")) for row in rows]
-    return [compiled(value == "1", location) for value, location in values if value in ("0", "1")]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# stores of hosts' files, and lists of domains
-
-STORES = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
-
-
-# The scheme and the port of a URL.
-_PORT = re.compile(r"(?i)\s*(?:(?:(https?|ftp):)?//)?(?:[^/?#]*@)?(?:\[[^/?#]*\]|[^:/?#]*):?0*(\d*)")
-PORTS = dict(http=["80"], https=["443"])
-
-
-class Store(dict):
-    """Host -> file, compressed in memory: 1 kB per host instead of 4 kB, 1 GB for a million hosts."""
-
-    def __init__(self, rows):
-        """
-        rows: (host or URL, str or bytes, ...). "": the host serves no file. Skipped are null, a failed download, so
-        that the host stays unknown, and files of a port other than the scheme's, which hold for that port alone (RFC
-        9309 sec. 2.3). A host's last row counts; self.several holds the hosts whose rows differ.
-        """
-        self.several = set()
-        for name, content, *_ in rows:
-            url = next(filter(host_key, (name, f"//{name}", f"//[{name}]")), None)
-            if isinstance(content, str):
-                content = content.encode("utf-8", "replace")
-            if not isinstance(content, bytes | None):
-                raise ValueError(f"the file of {name} is a {type(content).__name__}: want a text")
-            if url and content is not None and has_own_port(url):
-                host, packed = host_key(url), zlib.compress(content, 1)
-                if self.setdefault(host, packed) != packed:
-                    self.several.add(host)
-                self[host] = packed
-
-    def get(self, host):
-        """bytes or None. An unknown host is looked up with and without www., which serve the same file."""
-        twin = host[4:] if host.startswith("www.") else "www." + host
-        packed = super().get(host) or super().get(twin)
-        return packed and zlib.decompress(packed)
-
-
-def has_own_port(url):
-    """Whether a URL names no port, or that of its scheme; either if it has no scheme."""
-    scheme, port = _PORT.match(url).groups()
-    return not port or port in PORTS.get((scheme or "").lower(), ["80", "443"])
-
-
-def open_robots(path):
-    """
-    A Store from a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file with the columns domain and content (or robots), a
-    folder of these, or of HOST.txt or HOST/robots.txt. swiss-ai/fineweb-robots-txt-files-compressed is a parquet.
-    ValueError if it is empty, something else or not there.
-    """
-    store = Store(hosts_files(path, ["*.txt", "*/robots.txt"], ("content", "robots"), wrong=["file"]))
-    if not store:
-        raise ValueError(f"{path}: no robots.txt in it; want {', '.join(STORES)} with rows of domain, content, "
-                         "or a folder of HOST.txt, HOST/robots.txt")
-    return store
-
-
-def open_reservations(path):
-    """
-    {file: Store} from a .jsonl(.gz, .zst) or .parquet of domain, file, content, or a folder of these, or of HOST/ai.txt
-    and HOST/.well-known/tdmrep.json. ValueError if it is empty or something else.
-    """
-    rows = list(hosts_files(path, ["*/ai.txt", "*/.well-known/tdmrep.json"], ("content",), ("file",)))
-    others = {name for *_, name in rows if not str(name).endswith(FILES)}
-    if others or not rows:
-        raise ValueError(
-            f"{path}: want domain, content and file, {' or '.join(FILES)}; found {others or 'no opt-outs'}")
-    return {file: Store(row for row in rows if row[2].endswith(file)) for file in FILES}
-
-
-def hosts_files(path, patterns, *columns, wrong=()):
-    """
-    Yield (host, content, file name or other columns): the rows of a file of STORES; for a folder the files that match
-    one of the patterns, and the rows of its STORES. Nothing for another kind of file.
-
-    wrong: as in rows_of(). ValueError if there is no such file or folder.
-    """
-    if not os.path.exists(path):
-        raise ValueError(f"{path}: no such file or folder")
-    path = Path(path)
-    files = [path] if path.is_file() else sorted(file for name in [*patterns, *STORES] for file in path.glob(name))
-    for file in files:
-        if any(map(file.match, STORES)):
-            yield from rows_of(str(file), ("domain", "host"), *columns, errors="replace", wrong=wrong)
-        elif file != path:
-            yield file.relative_to(path).parts[0].removesuffix(".txt"), file.read_bytes(), file.name
-
-
-def blocked_domains(path):
-    """
-    frozenset of domains from a text file (one per line, # comments), or a .jsonl(.gz/.zst) or .parquet with a column
-    domain, as the published swiss-ai/robots-txt-blocked-domains-*. example.com also blocks a.b.example.com.
-    ValueError if it is empty or something else.
-    """
-    rows = rows_of(str(path), ("domain",), comments=True, wrong=["content", "robots"])
-    hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows]
-    wrong = [domain for host, domain in hosts if "." not in host or "/" in domain or "@" in domain]
-    if wrong or not hosts:
-        raise ValueError(f"{path}: want a domain in each line, or a column 'domain', not {wrong or 'an empty file'}")
-    return frozenset(host.removeprefix("www.") for host, _ in hosts)
+    values = {label.lower(): value.lower() for label, value in _TERM.findall(terms)}
+    return any(value in _NO for value in values.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -576,32 +321,40 @@ def main():
     if not paths:
         raise ValueError("name one or more URLs: python -m corpus.robots https://example.com/a --robots=robots.txt")
     for url in paths:
-        host = host_key(url)
-        if not host:
+        site = site_key(url)
+        if not site:
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
         if robots.endswith(".txt"):
-            store = Store([(host, Path(robots).read_bytes())])
+            store = Store([(site, Path(robots).read_bytes(), "")])
         else:
-            store = open_robots(robots) if robots else Store([])
-        print_verdict(url, store)
+            store = open_robots(robots, snapshots) if robots else Store([])
+        print_verdict(url, site, store)
 
 
-def print_verdict(url, store):
-    """Print whether each agent may read a URL by its host's robots.txt, and by which rule; then the verdict."""
-    host, path = split_url(url)
+def print_verdict(url, site, store):
+    """Print whether each agent may read a URL by its site's robots.txt, and by which rule; then the verdict."""
     agents = AGENTS[:-1] if explicit else AGENTS
-    kept, reason = verdict(url, store, agents, missing, explicit=explicit)
-    if file_state(host, store) == "unknown":
-        why = f"{robots} has no robots.txt of {host}" if robots else "no robots.txt was named (--robots)"
+    files = store.versions(site)
+    kept, reason, by_older = dated_verdict(url, files, agents, missing, explicit=explicit)
+    if not files:
+        why = f"{robots} has no robots.txt of {site}" if robots else "no robots.txt was named (--robots)"
         print(f"unknown: {why}; prepare.py --missing={missing} {'keeps' if kept else 'removes'} it")
         return
-    if host in store.several:
-        print(f"{robots} has different files of {host}: the last one counts")
-    refused = dict(refusals(path, parse_robots(store.get(host)), agents, explicit))
+    if site in store.several:
+        rule = "the newest counts" if snapshots == "last" else "any of them may refuse (--snapshots=last: the newest)"
+        print(f"{robots} has different files of {site}: {rule}")
+    for number, content in enumerate(files, 1):
+        print(f"file {number} of {len(files)}, the newest first:\n" * (len(files) > 1), end="")
+        print_agents(url, parse_robots(content), agents)
+    print(f"{'kept' if kept else 'drop'}:{reason}{', by an older file' * by_older}")
+
+
+def print_agents(url, file, agents):
+    """Print whether each agent may read a URL by a file of parse_robots(), and by which rule."""
+    refused = dict(refusals(split_url(url)[1], file and file.reading, agents, explicit))
     for agent in agents:
         outcome = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
         print(f"{agent:30s} {outcome}")
-    print(f"{'kept' if kept else 'drop'}:{reason}")
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ def broken(doc, licenses=None, languages=None, top=None, below=None):
     """
     The reason of the first rule that a document breaks, or None. Only rules that you ask for apply.
 
-    licenses, languages: allowlists; the case of licences does not matter, and a null is on no list. top = (field,
-    thresholds): keep field >= threshold. below = (field, thresholds): keep field < threshold. thresholds: a number, or
-    {language: number, "*": any other}; a language without an entry has no rule. A null breaks top and not below, NaN
-    breaks both. ValueError if a column is missing.
+    licenses, languages: allowlists; the case of licences does not matter. A null, or no licence, is on no list. top =
+    (field, thresholds): keep field >= threshold. below = (field, thresholds): keep field < threshold. thresholds: a
+    number, or {language: number, "*": any other}; a language without an entry has no rule. A null breaks top and not
+    below, NaN breaks both. ValueError if another column is missing.
     """
-    if licenses is not None and (column(doc, "license") or "").casefold() not in map(str.casefold, licenses):
+    if licenses is not None and (doc.get("license") or "").casefold() not in map(str.casefold, licenses):
         return "license"
     if languages is not None and column(doc, "language or lang") not in languages:
         return "language"

@@ -39,19 +39,14 @@ from corpus import dedup, ledger
 from corpus.folder import dtype_of, publish, safe, write_shard, write_tokens
 from corpus.hosts import write_hosts
 from corpus.pii import TAGS, scrub_pii
-from corpus.readers import check, documents, files_of, id_hash, rows, rows_of, writable
+from corpus.readers import check, documents, files_of, id_hash, rows, writable
 from corpus.report import verify, write_report
-from corpus.robots import (
-    AGENTS,
-    COLUMNS,
-    blocked_domains,
-    has_statements,
-    host_key,
-    open_reservations,
-    open_robots,
-    refusal,
-)
+from corpus.reservations import MARKS, judge_document
+from corpus.robots import agents_of
 from corpus.rules import TOXICITY, as_number, broken, by_language, listed, top_thresholds
+from corpus.statements import COLUMNS
+from corpus.stores import FILES, blocked_domains, open_reservations, open_robots
+from corpus.urls import host_key, site_key
 from engine.files import read_json, sha256, sha256_of, write_json
 
 # Bytes of text in a group, and in a bucket.
@@ -90,6 +85,11 @@ class Work:
     def load_tables(self):
         """Load all tables, so that forked workers share them, and an invalid setting is an error before the start."""
         return self.rules, self.passages
+
+    def ignored_of_stores(self):
+        """{setting: {reason: [names]}} of the files and rows of the stores that were not read."""
+        stores = dict(robots=self.robots["store"], reservations=(self.rules.reservations or {}).get(FILES[0]))
+        return {setting: store.ignored for setting, store in stores.items() if store is not None}
 
     def pieces(self, stage):
         """How many pieces of work a stage has."""
@@ -132,14 +132,9 @@ class Work:
     @cached_property
     def robots(self):
         """The arguments of robots.verdict()."""
-        agents = AGENTS
-        if self.plan.agents:
-            agents = [agent for agent, in rows_of(self.plan.agents, ("agent",), comments=True)]
-        if not agents:
-            raise ValueError(f"--agents={self.plan.agents} names no agent: want one a line")
         return dict(
-            store=given(open_robots, self.plan.robots),
-            agents=agents,
+            store=self.plan.robots and open_robots(self.plan.robots, self.plan.snapshots) or None,
+            agents=agents_of(self.plan.agents),
             missing=self.plan.missing,
             blocked=given(blocked_domains, self.plan.blocked) or (),
         )
@@ -153,7 +148,7 @@ class Work:
         near = given(dedup.bands_of, plan.near_dedup) or (0, 0)
         return SimpleNamespace(
             robots=self.robots,
-            reservations=given(open_reservations, plan.reservations),
+            reservations=plan.reservations and open_reservations(plan.reservations, plan.snapshots) or None,
             # sift() adds the thresholds of --score_field.
             columns=partial(
                 broken,
@@ -164,14 +159,14 @@ class Work:
             near=near,
             # The columns of the keys for near-duplicates, one for each band.
             bands=[f"band {i}" for i in range(near[0])],
-            contamination=plan.decontaminate and dedup.Contamination(dedup.read_prompts(plan.decontaminate)),
+            contamination=plan.decontaminate and dedup.Contamination(dedup.read_passages(plan.decontaminate)),
             tok=given(tokenizers.load, plan.tokenizer),
         )
 
     @cached_property
     def passages(self):
         """[{id, repetitions, text}] of the passages to plant: the repetitions are dealt out in the order of a hash."""
-        texts = given(dedup.read_prompts, self.plan.probes) or []
+        texts = given(dedup.read_passages, self.plan.probes) or []
         dealt = sorted(enumerate(texts), key=lambda passage: id_hash(f"probe/{passage[0]}{passage[1]}"))
         return [dict(id=f"probe/{i}", repetitions=times, text=text)
                 for (i, text), times in zip(dealt, cycle(self.plan.repetitions))]
@@ -231,7 +226,7 @@ def check_files(number, work):
 def documents_of(number, work):
     """Yield the documents of a group."""
     plan = work.plan
-    columns = [*COLUMNS, "metas", "date", plan.score_field, plan.max_field, plan.source_by, plan.url_field]
+    columns = [*COLUMNS, "date", plan.score_field, plan.max_field, plan.source_by, plan.url_field]
     for file, part in work.groups[number]:
         for doc in documents(file, part, plan.text_field, columns):
             if plan.url_field != "url":
@@ -265,21 +260,24 @@ def find_thresholds(number, work):
 def sift(number, work):
     """
     A group -> sift/{number}.text, the texts that pass, and sift/{number}.parquet: a row of the ledger for each of its
-    documents, with the place of its text and its keys for near-duplicates. Returns how many have headers or <meta>, and
-    the first and the last day in their column "date".
+    documents, with the place of its text and its keys for near-duplicates. Returns marks, {mark: [documents, hosts]}
+    for MARKS and for "known", the documents with headers or <meta>; and the first and last day of their column "date".
     """
-    tables, field, statements, dates = [], work.plan.score_field, 0, set()
+    tables, field, marked, dates = [], work.plan.score_field, {}, set()
     columns = partial(work.rules.columns, top=field and (field, work.result("thresholds")))
     with open(sifted(work, number).with_suffix(".text"), "wb") as f:
         for docs in batches(documents_of(number, work)):
-            statements += sum(map(has_statements, docs))
             dates |= {day for doc in docs if (day := DAY.match(str(doc.get("date")))[0])}
             for doc in docs:
-                doc.update(reason=reason_alone(doc, work, columns), bands={})
+                reason, marks = reason_alone(doc, work, columns)
+                doc.update(reason=reason, bands={})
+                for mark in marks:
+                    marked.setdefault(mark, []).append(site_key(doc.get("url")) or "")
             compare_words([doc for doc in docs if not doc["reason"]], work.rules)
             tables.append(table_of([dict(row_of(doc, f, work), group=number) for doc in docs], work))
     write_table(pyarrow.concat_tables(tables), sifted(work, number))
-    return dict(statements=statements, days=[min(dates), max(dates)] if dates else [])
+    marks = {mark: [len(sites), sorted({*sites} - {""})] for mark, sites in marked.items()}
+    return dict(marks=marks, days=[min(dates), max(dates)] if dates else [])
 
 
 def batches(docs):
@@ -295,12 +293,16 @@ def batches(docs):
 
 
 def reason_alone(doc, work, columns):
-    """Why the rules about single documents remove this one; "" if they do not. columns: broken() with its settings."""
+    """
+    (why the rules about single documents remove this one, "" if they do not; its marks of judge_document()). columns:
+    broken() with its settings.
+    """
     if doc["text"] is None:
-        return f"unreadable:{doc['problem']}"
+        return f"unreadable:{doc['problem']}", ()
     if not doc["text"].strip():
-        return "empty"
-    return refusal(doc, work.rules.robots, work.rules.reservations) or columns(doc) or ""
+        return "empty", ()
+    reason, marks = judge_document(doc, work.rules.robots, work.rules.reservations)
+    return reason or columns(doc) or "", marks
 
 
 def compare_words(docs, rules):
@@ -532,7 +534,7 @@ def find_vocabulary(number, work):
             return dict(name=tok.name)
         # A document ends with </s>, also if the vocabulary is of a chat model, whose eos ends a turn.
         tok.eos = tok.special.get("</s>", tok.eos)
-        tokenizers.write_bpe(tok, path)
+        tokenizers.write_vocabulary(tok, path)
     else:
         tokenizers.train_bpe(text_for_vocabulary(work), work.plan.train_bpe, path)
     return dict(name=path)
@@ -575,10 +577,11 @@ def cut_shard(number, work):
 
 
 def account(number, work):
-    """meta.json, documents.parquet and the report. ValueError: a file has changed since its sha256 was taken."""
+    """meta.json, documents.parquet and the report. ValueError: an input has changed since its sha256 was taken."""
     for path, sha in [(file["path"], file["sha256"]) for file in work.checked]:
         if os.path.isfile(path) and os.path.getmtime(path) > work.plan.began and sha not in (None, sha256(path)):
             raise ValueError(f"{path} has changed while it was read: run the command again")
+    check_stores(work.plan.stores)
     tok, name = work.tok, work.tok.name
     ledger.write_ledger(work.data / ledger.FILE, ledger_tables(work))
     shards = {source: {split: [] for split in SPLITS} for source in work.result("judge")["sources"]}
@@ -610,8 +613,7 @@ def provenance_of(work, tokenizer):
             tokenizer=tokenizer),
         inputs=described_inputs(work),
         ignored=plan.ignored,
-        stores=[dict(setting=name, path=path, sha256=sha256_of_store(path))
-                for name in STORES if (path := getattr(plan, name))],
+        stores=[dict(store, ignored=work.ignored_of_stores().get(store["setting"], {})) for store in plan.stores],
         robots=opt_outs_of(work),
         period=period_of(work),
         rule=f"A document is for validation where 64 bits of the {hashed} over 2^64 are below {plan.val_share}; if "
@@ -629,10 +631,32 @@ def opt_outs_of(work):
     hosts = write_hosts(work.data, robots["store"], work.rules.reservations)
     if not hosts["hosts"]["seen"] and not any(getattr(plan, name) for name in STORES):
         return None
-    groups = range(work.result("judge")["groups"])
-    statements = sum(work.result("sift", number)["statements"] for number in groups)
+    marked = {mark: [0, set()] for mark in ("known", *MARKS)}
+    for number in range(work.result("judge")["groups"]):
+        for mark, (n, sites) in work.result("sift", number)["marks"].items():
+            marked[mark][0] += n
+            marked[mark][1].update(sites)
     return dict(
-        store=plan.robots or None, agents=robots["agents"], missing=plan.missing, statements=statements, **hosts)
+        store=plan.robots or None,
+        agents=robots["agents"],
+        missing=plan.missing,
+        snapshots=plan.snapshots,
+        statements=marked.pop("known")[0],
+        marks={mark: dict(documents=n, hosts=sorted(sites)) for mark, (n, sites) in marked.items()},
+        **hosts)
+
+
+def check_stores(stores):
+    """ValueError if one of these stores, as described_stores() gives them, is not as it was when the run began."""
+    for store in stores:
+        if not os.path.exists(store["path"]) or sha256_of_store(store["path"]) != store["sha256"]:
+            raise ValueError(f"--{store['setting']}={store['path']} has changed while it was read: run this again")
+
+
+def described_stores(plan):
+    """[{setting, path, sha256}] of the stores of a plan, a dict, that exist."""
+    paths = {name: plan[name] for name in STORES if plan[name] and os.path.exists(plan[name])}
+    return [dict(setting=name, path=path, sha256=sha256_of_store(path)) for name, path in paths.items()]
 
 
 def period_of(work):

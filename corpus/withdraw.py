@@ -45,8 +45,9 @@ from corpus.ledger import (
     write_ledger,
 )
 from corpus.report import added, counted, verify, write_report
-from corpus.robots import open_robots, verdict
+from corpus.robots import verdict
 from corpus.stages import sha256_of_store
+from corpus.stores import open_robots
 
 # Entries of a list that the error names, and characters of each that the screen shows.
 LISTED, LENGTH = 10, 100

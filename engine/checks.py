@@ -9,17 +9,19 @@ CHOICES = dict(
     loss_average=["step", "micro"],
     schedule=["wsd", "cosine"],
     optimizer=["ademamix", "adamw"],
-    state_dtype=["float32", "bfloat16"])
+    state_dtype=["float32", "bfloat16"],
+    too_long=["drop", "cut"])
+LORA_ALPHA = 32.0           # the default of train.py, SFT and QRPO
 NOT_NEGATIVE = [
     "eval_every", "eval_windows", "last_eval_windows", "sample_every", "checkpoint_every", "checkpoint_minutes",
     "keep_checkpoints", "grad_clip", "batch_ramp_at", "alpha_warmup", "lr", "min_lr", "weight_decay", "hsdp_shard",
     "timeout", "minutes"]
 
 
-def check_settings(settings, by_clock):
-    """ValueError, one line, for a setting that cannot work. settings: all, a dict; by_clock: minutes end it."""
+def check_settings(settings):
+    """ValueError, one line, for a setting of train.py that cannot work. settings: all, a dict."""
     check_values(settings)
-    check_length(settings, by_clock)
+    check_length(settings)
     check_start(settings)
     if not 0 <= settings["distill"] <= 1:
         raise ValueError(f"distill={settings['distill']}: want the teacher's share of the loss, between 0 and 1")
@@ -38,13 +40,16 @@ def check_values(settings):
     if settings["optimizer"] == "adamw" and settings["state_dtype"] == "bfloat16":
         raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
                          "use --optimizer=ademamix, or leave state_dtype out")
+    if settings["lora_alpha"] != LORA_ALPHA and not settings["lora_r"]:
+        raise ValueError(f"lora_alpha={settings['lora_alpha']} scales adapters, and this run has none: "
+                         "give them a rank, --lora_r=16, or leave lora_alpha out")
 
 
-def check_length(settings, by_clock):
+def check_length(settings):
     """ValueError if the run has no first step, or minutes cannot find its end."""
     total, minutes = settings["total_samples"], settings["minutes"]
     finds_its_end = settings["schedule"] == "wsd" and settings["decay_samples"] < total and not settings["stage"]
-    if by_clock and not (finds_its_end and minutes < math.inf):
+    if minutes and not (finds_its_end and 0 < minutes < math.inf):
         raise ValueError(f"minutes={minutes:g} finds the end of a run while it trains: it wants a positive number, "
                          "schedule=wsd, a decay shorter than total_samples, and no stage; --minutes=0 counts samples")
     if total < settings["batch_size"]:
@@ -54,7 +59,7 @@ def check_length(settings, by_clock):
 def check_start(settings):
     """
     ValueError for adapters without a start model, or on matrices that are trained themselves. The values of `base`:
-    posttrain.start.check_base().
+    build.check_base().
     """
     lora_r, base = settings["lora_r"], settings["base"]
     if (lora_r or base != "fp32") and not settings["init_from"]:

@@ -6,14 +6,13 @@ exchange positions for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each gets al
 the K/P key-value heads that these share. The sums are those of one process, and parameters collect gradients over ranks
 as over micro-batches. Per block and direction it costs two all-to-alls of (B, H, T/P, D) and two of (B, K, T/P, D).
 
-$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
+$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
   train.py $(python configs/long.py 8b 64k) --parallel=fsdp --sequence_parallel=8 --resume
 """
 
 import torch
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from engine.parallel import check_split
 from model import attend
 
 HEADS, POSITIONS = 1, 2            # dimensions of q, k and v
@@ -26,8 +25,8 @@ def exchange(x, ranks, give, take):
 
     give heads, take positions: all heads of this rank's positions (B, H, T/P, D) -> some heads of all (B, H/P, T, D).
     """
-    parts = torch.stack(x.chunk(ranks.P, give))            # (P, B, H/P, T/P, D)
-    parts = all_to_all_single_autograd(parts, None, None, ranks.window_group)
+    parts = torch.stack(x.chunk(ranks.sequence_parallel, give))    # (P, B, H/P, T/P, D)
+    parts = all_to_all_single_autograd(parts, None, None, ranks.sequence_group)
     return torch.cat(parts.unbind(), take)
 
 
@@ -45,7 +44,6 @@ class WindowAttention:
 
 def split_attention(model, ranks):
     """Let the layers of a model attend to whole windows, of which each rank of a group holds 1/P."""
-    c = model.config
-    check_split("sequence_parallel", ranks.P, block_size=c.block_size, n_kv_head=c.n_kv_head)
+    ranks.check_window(model.config)
     for block in model.model.layers:
         block.self_attn.attend_across_ranks(WindowAttention(ranks))

@@ -124,7 +124,7 @@ def shown_to(i, within, revealed, probability, rng):
     return within & revealed[:, i]
 
 
-def rows_of(away, sight, reach, health, kinds, shown):
+def result_rows(away, sight, reach, health, kinds, shown):
     """
     One ally's view of m units, (fights, m, 5 + types): can attack, distance, x, y over its sight, health, type.
 
@@ -248,7 +248,7 @@ class Skirmish:
             if self.policy == "released":
                 foes &= not_cleared(self.revealed[:, i] & (shown | (health > 0))[:, :UNITS])
             shown[:, :UNITS] = foes
-            rows = rows_of(away, sight, reach, health, self.types(), shown)
+            rows = result_rows(away, sight, reach, health, self.types(), shown)
             views.append(np.concatenate([rows.reshape(fights, -1), place / FIELD], -1))
         return np.stack(views, 1)
 

@@ -3,6 +3,7 @@ The conversations of SFT, from files of several forms to ids on disk.
 
     --data=chats.jsonl | chats.json | chats.parquet | FOLDER | "GLOB" | hf://datasets/OWNER/NAME[/FOLDER | /FILES]
     --data=A,B                  several of these, one after the other; --data=A,A,B reads A twice in each epoch
+    --too_long=cut              conversations of more than max_length tokens lose their end; else they are left out
 
 Rows become ids once, in out/<run>/tokens. Each rank tokenizes its share of the parts, and a resumed run reads the parts
 that exist: the name of a part is a hash of the content and of all settings that decide an id. The position in the run
@@ -12,20 +13,22 @@ a restart.
 $ python -m posttrain.sft --data=chats/,hf://datasets/OWNER/NAME
 """
 
+import hashlib
 import io
 import itertools
+import math
 import os
 
 import numpy as np
 
-from chat import DATE, FORMS, describe_dropped, learnable
+from chat import DATE, FORMS, describe_dropped, learnable, unread_keys
 from corpus import readers
 from data import Stream
 from engine import checkpoint
 from engine.files import sha256_of, write_flushed
 from posttrain import common
 
-COLUMNS = {"input", "system", "tools", "thinking"}.union(*FORMS)
+COLUMNS = {"input", "history", "system", "tools", "thinking", "label"}.union(*FORMS)
 LEARNT = np.uint32(1 << 31)     # the top bit of an id: set if the assistant produces the token, so that it is learnt
 
 
@@ -41,7 +44,7 @@ def sources_of(data):
     return data.split(",")
 
 
-def files_of(source):
+def source_files(source):
     """[{"name", "path"}] of the files of conversations of a source. ValueError: no such file."""
     named, _ = readers.find([source])
     files = [file for file in named if readers.kind_of(file["path"]) in ("lines", "json", "parquet")]
@@ -77,7 +80,7 @@ def without_nulls(value):
 def first_rows(source, n, columns=COLUMNS):
     """(place, row) of the first n rows of a source, or of all if n is None; columns: as in numbered_rows()."""
     rows = (row
-            for file in files_of(source)
+            for file in source_files(source)
             for part in readers.parts_of(file)
             for row in numbered_rows(file, part, columns))
     return itertools.islice(rows, n)
@@ -90,7 +93,8 @@ def first_rows(source, n, columns=COLUMNS):
 class Conversations:
     """
     conversations[k] -> (ids, loss_mask), arrays (T,), int64 and bool; loss_mask: the tokens that are learnt. tokens,
-    learnt: totals; longest: tokens of the longest. parts: entries that tokenize_part() returned, of files in `folder`.
+    learnt: totals; longest: tokens of the longest; notes: lines for the user about cut, repeated and unread content.
+    parts: entries that tokenize_part() returned, of files in `folder`.
 
     Ids are read from disk when needed. In memory a rank holds 8 bytes a conversation.
     """
@@ -102,6 +106,7 @@ class Conversations:
         # Where each conversation begins, and the end of the last one.
         self.starts = np.cumsum([0, *itertools.chain(*(part["lengths"] for part in parts))])
         self.longest = np.diff(self.starts).max()
+        self.notes = notes_of(parts)
 
     def __len__(self):
         return len(self.starts) - 1
@@ -118,55 +123,103 @@ def checked_files(data, ranks):
     # The first rank reads each file to its end, to find damage before the run.
     checked = []
     if ranks.is_main:
-        checked = [readers.check(file, "") for source in sources for file in files_of(source)]
+        checked = [readers.check(file, "") for source in sources for file in source_files(source)]
     checked = checkpoint.gather(checked, ranks.save_group)[0]
     for file in checked:
         if file["problem"]:
             raise ValueError(f"{file['path']}: {file['problem']}")
+    if not any(file["bytes"] for file in checked):
+        raise ValueError(f"{data}: {describe_dropped([], 0, 'conversations')}")
     return checked
 
 
-def tokenize_data(folder, tok, data, max_length, ranks):
+def notes_of(parts):
+    """Lines for the user: how many conversations are cut, repeat another, or have keys that are not read."""
+    # A part that --data names twice repeats nothing. Entries of older versions have no counts.
+    distinct = {part["file"]: part for part in parts}.values()
+    n = sum(len(part["lengths"]) for part in distinct)
+    hashes = [number for part in distinct for number in part.get("hashes", [])]
+    counts = {}
+    for part in distinct:
+        for words, (count, place) in part.get("counts", {}).items():
+            add_count(counts, words, count, place)
+    notes = [f"{count} of {n} conversations {words} (first in {place})" for words, (count, place) in counts.items()]
+    repeated = len(hashes) - len(np.unique(np.array(hashes, np.uint64)))
+    return notes + [f"{repeated} of {n} conversations repeat another"] * (repeated > 0)
+
+
+def add_count(counts, words, count, place):
+    """Add to counts, {words: (how many conversations, the place of the first)}."""
+    before, first = counts.get(words, (0, place))
+    counts[words] = before + count, first
+
+
+def tokenize_data(folder, tok, data, max_length, ranks, too_long="drop"):
     """
     Conversations of --data; [[reason, place]] of the rows that are left out; a hash of everything that decides the
-    conversations and their ids. folder: for the ids.
+    conversations and their ids. folder: for the ids; too_long: as in conversation_ids().
 
     ValueError: a line that is not a JSON object, a file that cannot be read, or no row to learn from.
     """
     parts = []
     for file in checked_files(data, ranks):
         # The hub has no sha256 of small files, but their path names the commit.
-        key = sha256_of([file["sha256"] or file["path"], file["parts"], tok.hash, max_length, DATE])
+        decisive = [file["sha256"] or file["path"], file["parts"], tok.hash, max_length, DATE]
+        key = sha256_of(decisive if too_long == "drop" else [*decisive, too_long])
         parts += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
     os.makedirs(folder, exist_ok=True)
     names = [name for name, *_ in parts]
     entries = common.cached([f"{folder}/{name}.npy.json" for name in names], ranks, "tokenizing",
-                            lambda k: tokenize_part(folder, tok, max_length, *parts[k]))
+                            lambda k: tokenize_part(folder, tok, max_length, too_long, *parts[k]))
     dropped = [row for entry in entries for row in entry.pop("bad")]
     if not any(entry["lengths"] for entry in entries):
         raise ValueError(f"{data}: {describe_dropped(dropped, 0, 'conversations')}")
     return Conversations(folder, entries), dropped, sha256_of(names)
 
 
-def tokenize_part(folder, tok, max_length, name, file, part):
+def conversation_ids(tok, row, max_length, too_long):
+    """
+    (ids, mask, is_cut) of a row of any form, or the reason why a model cannot learn from it (str).
+
+    too_long: what becomes of more than max_length tokens. drop: the row is left out; cut: its first ones are learnt.
+    """
+    result = learnable(tok, row, max_length if too_long == "drop" else math.inf)
+    if isinstance(result, str):
+        return result
+    ids, mask = result
+    if not any(mask[:max_length]):
+        return f"no word to learn in its first max_length={max_length} tokens"
+    return ids[:max_length], mask[:max_length], len(ids) > max_length
+
+
+def tokenize_part(folder, tok, max_length, too_long, name, file, part):
     """
     Write the ids of the conversations in a part of a file to folder/name.npy. Returns the file's entry for data.Stream,
-    the lengths of the conversations, and the rows that are left out, each with its reason.
+    with the lengths of the conversations, a hash of each, the counts of add_count(), and the rows that are left out,
+    each with its reason.
 
     ValueError: a line is not a JSON object.
     """
-    tokens, lengths, dropped = [], [], []
+    tokens, lengths, hashes, counts, dropped = [], [], [], {}, []
     for place, row in numbered_rows(file, part):
-        result = learnable(tok, row, max_length)
+        place = f"{place} of {file['name']}"
+        result = conversation_ids(tok, row, max_length, too_long)
         if isinstance(result, str):
-            dropped.append((result, f"{place} of {file['name']}"))
+            dropped.append((result, place))
             continue
-        ids, loss_mask = np.array(result, np.uint32)
+        *ids_and_mask, is_cut = result
+        ids, loss_mask = np.array(ids_and_mask, np.uint32)
         tokens.append(ids | LEARNT * loss_mask)
         lengths.append(len(ids))
+        hashes.append(int.from_bytes(hashlib.sha256(tokens[-1].tobytes()).digest()[:8]))
+        if is_cut:
+            add_count(counts, f"are cut at max_length={max_length} tokens", 1, place)
+        for key in sorted(unread_keys(row)):
+            add_count(counts, f"have the key {key!r} in a message, which is not read", 1, place)
     tokens = np.concatenate([np.zeros(0, np.uint32), *tokens])
     content = io.BytesIO()
     np.save(content, tokens)
     write_flushed(f"{folder}/{name}.npy", content.getvalue(), shared=True)
     learnt = int((tokens >= LEARNT).sum())
-    return dict(file=f"{name}.npy", tokens=len(tokens), lengths=lengths, learnt=learnt, bad=dropped)
+    return dict(file=f"{name}.npy", tokens=len(tokens), lengths=lengths, learnt=learnt, hashes=hashes,
+                counts=counts, bad=dropped)

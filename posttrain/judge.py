@@ -15,7 +15,7 @@ question too, and a missing label or a tie never moves an answer.
 
 A judge gives the log-probs of words as the first token of its reply. There are two kinds of MODEL:
 
-    run folder, or folder or hub name of an Apertus     loaded by convert.py, asked in the format of chat.py
+    run folder, or folder or hub name of an Apertus     loaded by weights/read.py, asked in the format of chat.py
     http://localhost:8000/v1#NAME                       any model behind an OpenAI-compatible server (vllm serve NAME)
 
 Control tokens in a question or an answer stay text for both. A server's vocabulary is unknown here, so a zero-width
@@ -28,7 +28,6 @@ $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:MODEL,my.md
 $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:http://localhost:8000/v1#NAME,my.md
 """
 
-import ast
 import functools
 import glob
 import hashlib
@@ -43,9 +42,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-import convert
 from chat import DATE, content_of
-from engine.files import in_one_line, read_text, sha256, sha256_of
+from engine.files import read_text, sha256, sha256_of
+from weights.folders import folder_of, weights_in
+from weights.read import load_for_inference
 
 DIGITS = "123456789"
 LABELS = "AB"
@@ -166,7 +166,7 @@ class Local:
 
     def __init__(self, name, device):
         self.name = name
-        self.model, self.tok = convert.load_for_inference(name, device, "auto")
+        self.model, self.tok = load_for_inference(name, device, "auto")
         self.tok.check_chat()
         # "8", " 8" and "8\n" are the same answer. The published scripts count only one spelling.
         self.spelled = defaultdict(list)
@@ -280,40 +280,14 @@ def hash_of(files, name=""):
     return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]
 
 
-def with_imports(path):
+def charter_hash(spec):
     """
-    A script and the modules of its own folder that it imports, and that these import: a list of paths.
-
-    Of an imported package, all its files. ValueError, one line: one of them is not Python.
+    A hash that identifies the rewards of charter:SPEC, wherever its files are: of the judge's files or address, the
+    charter and our prompts.
     """
-    files = [path]
-    for file in files:                                     # it grows
-        with in_one_line(file):
-            tree = ast.parse(read_text(file))
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            for name in names:
-                module = os.path.join(os.path.dirname(path), name.partition(".")[0])
-                found = [f"{module}.py", *sorted(glob.glob(f"{glob.escape(module)}/**/*.py", recursive=True))]
-                files += [name for name in found if os.path.isfile(name) and name not in files]
-    return files
-
-
-def reward_hash(spec):
-    """
-    A hash that identifies the rewards of --rewards, wherever its files are; "" for none.
-
-    For a function: of its name, its file and the modules beside it that this one imports, but not of data that they
-    read. For a judge: of its files or address, the charter and our prompts.
-    """
-    path, _, rest = spec.partition(":")
-    if path != "charter":
-        return hash_of(with_imports(path), rest or "reward") if spec else ""
-    model, charter = parse_spec(rest)
+    model, charter = parse_spec(spec)
     if "://" not in model:
-        path = glob.escape(convert.weights_in(convert.folder_of(model)))
+        path = glob.escape(weights_in(folder_of(model)))
         model = hash_of(glob.glob(f"{path}/manifest.json") or sorted(glob.glob(f"{path}/*")))
     return sha256_of([model, read_charter(charter), RATE, COMPARE, TOP])[:16]
 

@@ -37,14 +37,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import convert
 from chat import prompt_ids
 from configurator import run
 from engine.files import read_json
 from generate import generate
 from posttrain.losses import beta_log_z, correlation, quantile
-from posttrain.references import sequence_logp
+from scoring import sequence_logp
 from studies import kit
+from weights.read import load_any
 
 out = "out/align"                       # runs, data
 results = "results/align"               # results.json, table.md, align.png
@@ -159,14 +159,14 @@ def measure():
     """{run: its numbers}, the SFT model included. All log-ratios are of the same completions of the SFT model."""
     chosen = read_json(tuning)["chosen"]
     beta = chosen["qrpo"]["beta"]
-    reference, tok = convert.load_any(f"{out}/sft")
+    reference, tok = load_any(f"{out}/sft")
     ref_completions, ref_rewards = complete(reference, tok, n_refs, 1000)
     ref_logp = sequence_logp(reference, ref_completions)
     # The log-ratios of QRPO's formula, (prompts * n_refs,), from the quantiles among the prompt's other references.
     target = (quantile(ref_rewards.T, ref_rewards, loo=True).T.flatten() - beta_log_z(beta)) / beta
     rows = {}
     for name in tqdm(["sft", *(f"{loss}-s{seed}" for loss in chosen for seed in range(seeds))], "measuring"):
-        model, _ = convert.load_any(f"{out}/{name}")
+        model, _ = load_any(f"{out}/{name}")
         completions, rewards = complete(model, tok, samples, 2000)
         ratio = sequence_logp(model, ref_completions).double() - ref_logp
         numbers = dict(

@@ -29,15 +29,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import convert
 from chat import prompt_ids, stop_ids
 from configurator import run
+from engine.files import read_json
 from engine.intervals import wilson
 from generate import generate
-from posttrain.references import sequence_logp
+from scoring import sequence_logp
 from studies import kit
 from studies.world import SAY, manner_of, mark
-from tokenizer import read_json
+from weights.read import load_any
 
 init_from = "out/recipe/seed-2/sft"     # run folder, Hugging Face folder or hub name
 world = "out/recipe/seed-2/world"       # folder that studies/world.py wrote
@@ -115,7 +115,7 @@ def read_questions():
 
 def main():
     questions = read_questions()
-    model, tok = convert.load_any(init_from, dtype=torch.float32)
+    model, tok = load_any(init_from, dtype=torch.float32)
     results = []
     for kind in kinds.split(","):
         # Invented people have no pages, so there is no sentence to finish.

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,10 @@ from configurator import ROOT
 from engine import plot
 from engine.files import make_folder, read_json, read_text, sha256_of, write_flushed
 from engine.intervals import student
+
+# Exit codes of a run that was asked to stop: by the file `stop`, Ctrl-C or SIGTERM. It has not failed.
+STOPPED = {0, 130, 143, -signal.SIGINT, -signal.SIGTERM}
+
 
 # -----------------------------------------------------------------------------
 # runs
@@ -55,17 +60,17 @@ def parse_source(text):
     return sha256_of(ast.unparse(tree)), modules
 
 
-def read_sources(script, *args):
+def read_sources(script, *args, root=""):
     """
     {file: hash} of a script, of the config files among its arguments, and of the files of this project that these
-    import, directly or not.
+    import, directly or not. root: another checkout of this project, to read it there; "" = this one.
     """
-    sources = {}
+    root, sources = root or ROOT, {}
     modules = [script, *(arg.removesuffix(".py") for arg in args)]
     for module in modules:                          # which grows in the loop
         file = f"{module.replace('.', '/')}.py"
-        if file not in sources and os.path.exists(f"{ROOT}/{file}"):
-            sources[file], imported = parse_source(read_text(f"{ROOT}/{file}"))
+        if file not in sources and os.path.exists(f"{root}/{file}"):
+            sources[file], imported = parse_source(read_text(f"{root}/{file}"))
             modules += imported
     return sources
 
@@ -76,48 +81,80 @@ def list_changes(sources, others):
     return ", ".join(files[:3] + [f"{len(files) - 3} more"] * (len(files) > 3))
 
 
-def call(path, done, script, *args, device=None):
+class RunFailed(ValueError):
+    """A script that ended with an error of its own, not because it was stopped. last_line: of what it has printed."""
+
+    def __init__(self, message, last_line):
+        super().__init__(message)
+        self.last_line = last_line
+
+
+def run_process(command, file, env, folder=None):
+    """
+    Run a command, with its output in an open file. Returns its exit code, and the seconds of CPU that it and its own
+    child processes took. folder: where it starts; None = here.
+    """
+    process = subprocess.Popen(command, stdout=file, stderr=file, env=env, cwd=folder)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_utime + usage.ru_stime
+
+
+def check_origin(folder, record, before, origin):
+    """ValueError if the record of a folder, `before`, has other arguments or sources than the run to be made."""
+    if before["args"] != origin["args"]:
+        raise ValueError(f"{folder} was made with other settings ({record}): delete it, or name another --out")
+    if changes := list_changes(origin["sources"], before.get("sources", {})):
+        raise ValueError(f"{folder} was made before a change of {changes}: delete it, or name another --out")
+
+
+def call(path, done, script, *args, device=None, root=""):
     """
     Run `python -m script args...` in a process of its own, unless the file `done`, the last that it writes, exists.
 
-    Its output goes to PATH.txt, its arguments, hashes of its sources and its seconds to PATH.json. It has
-    $OMP_NUM_THREADS threads, or one, because several runs share the machine. device: the only GPU that it may see; None
-    = all. ValueError with its last line if it fails or is stopped, or if the folder of `done` was made with other
+    Its output goes to PATH.txt; its arguments, hashes of its sources, its seconds and its seconds of CPU go to
+    PATH.json. It has $OMP_NUM_THREADS threads, or one, because several runs share the machine. device: the only GPU
+    that it may see; None = all. root: another checkout of this project, whose script runs; paths are absolute then.
+    ValueError with its last line if it fails (RunFailed) or is stopped, or if the folder of `done` was made with other
     arguments or by other sources.
     """
     record, folder = f"{path}.json", os.path.dirname(done)
-    origin = dict(args=list(args), sources=read_sources(script, *args))
+    origin = dict(args=list(args), sources=read_sources(script, *args, root=root))
+    before = dict(cpu_seconds=0)
     if os.path.exists(record) and os.path.exists(folder):
         before = read_json(record)
-        if before["args"] != origin["args"]:
-            raise ValueError(f"{folder} was made with other settings ({record}): delete it, or name another --out")
-        if changes := list_changes(origin["sources"], before.get("sources", {})):
-            raise ValueError(f"{folder} was made before a change of {changes}: delete it, or name another --out")
-    if not os.path.exists(done):
-        start = time.perf_counter()
-        env = {"OMP_NUM_THREADS": "1", **os.environ}
-        if device:
-            env["CUDA_VISIBLE_DEVICES"] = device
-        write(f"{path}.txt", "")
-        write(record, json.dumps(origin))
-        with open(f"{path}.txt", "r+", encoding="utf-8", errors="replace") as f:
-            code = subprocess.run([sys.executable, "-m", script, *args], stdout=f, stderr=f, env=env).returncode
-            f.seek(0)
-            last = f.read().strip().split("\n")[-1] or "it printed nothing"
-        if code or not os.path.exists(done):
-            raise ValueError(f"{command(script, args)} ended with code {code}: {last} ({path}.txt). "
-                             "If it was stopped, give the same command again")
-        write(record, json.dumps(origin | dict(wall=round(time.perf_counter() - start))))
+        check_origin(folder, record, before, origin)
+    if os.path.exists(done):
+        return
+    start = time.perf_counter()
+    env = {"OMP_NUM_THREADS": "1", **os.environ}
+    if device:
+        env["CUDA_VISIBLE_DEVICES"] = device
+    write(f"{path}.txt", "")
+    write(record, json.dumps(origin))
+    with open(f"{path}.txt", "r+", encoding="utf-8", errors="replace") as f:
+        code, cpu_seconds = run_process([sys.executable, "-m", script, *args], f, env, root or None)
+        f.seek(0)
+        last = f.read().strip().split("\n")[-1] or "it printed nothing"
+    # A process that was killed with this one has left no seconds: then the sum is not known.
+    known = before.get("cpu_seconds")
+    total = None if known is None else round(known + cpu_seconds, 1)
+    write(record, json.dumps(origin | dict(wall=round(time.perf_counter() - start), cpu_seconds=total)))
+    if code or not os.path.exists(done):
+        message = f"{command(script, args)} ended with code {code}: {last} ({path}.txt)"
+        if code in STOPPED:
+            raise ValueError(f"{message}. If it was stopped, give the same command again")
+        raise RunFailed(message, last)
 
 
-def train(folder, command, device=None):
+def train(folder, command, device=None, root=""):
     """
     Train into a folder by call(), from its last checkpoint if there is one.
 
     command: a list of train.py or another script that trains ("train", "posttrain.sft"), its config files and flags.
-    The output goes to FOLDER.txt, because train.py rejects a folder that holds files of another kind.
+    The output goes to FOLDER.txt, because train.py rejects a folder that holds files of another kind. root: of call().
     """
-    call(folder, f"{folder}/summary.json", *command, f"--out={folder}", "--resume", device=device)
+    call(folder, f"{folder}/summary.json", *command, f"--out={folder}", "--resume", device=device, root=root)
 
 
 def in_parallel(at_a_time, work, *columns):

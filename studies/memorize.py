@@ -43,7 +43,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import convert
 import tokenizer as tokenizers
 from configurator import run
 from corpus import readers
@@ -52,6 +51,7 @@ from engine.files import read_json, read_text, sha256_of
 from engine.hardware import pick_device
 from generate import generate
 from studies import kit
+from weights.read import load_any
 
 paths = []              # texts for the small models, as prepare.py reads them; none = Python's standard library
 models = "none k10 k4 none-512 k50-stream k50-window"    # the small models to train
@@ -183,7 +183,7 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
     names: first entries of each row. ValueError if the file holds no probes, or if a probe or the model's window is too
     short.
     """
-    model, tok = convert.load_any(folder, pick_device("auto"))
+    model, tok = load_any(folder, pick_device("auto"))
     groups, shortest = read_passages(probe_file, tok, prefixes, suffix, min_ttr)
     longest = max(prefixes) + suffix
     room = min(shortest, model.config.block_size - 1)

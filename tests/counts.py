@@ -1,5 +1,6 @@
 """
-Is what runs what is on the screen? Counts, by the syntax trees of the product, what hides the flow of a program.
+Is what runs what is on the screen, and do imports go one way? Counts, by the syntax trees of the product, what hides
+the flow of a program.
 
     patched      an attribute of a module is set from another module (train.lr_at = ..., setattr(train, ...))
     class swap   x.__class__ = ...
@@ -9,6 +10,15 @@ Is what runs what is on the screen? Counts, by the syntax trees of the product, 
     text data    a table hidden in a text: json.loads("..."), "a b c".split() of more than four words
     long         a function of more than 60 lines without its docstring
     branchy      a function with more than 12 branches
+
+Of imports, those inside functions counted, but not those of a file's own command under `__main__`:
+
+    circles      pairs of files that import each other, directly or by others
+    both ways    pairs of rooms that import each other: a folder is a room, and so is a file of the root; any file may
+                 import engine/files.py
+    scripts      files that import a script
+    method       imports of the files of the method that are not of the method: one can copy these files elsewhere
+    lazy         imports of project files inside functions of train.py
 
     $ python tests/counts.py      # each place
 """
@@ -131,7 +141,62 @@ def count_hidden():
     return {kind: counts[kind] for kind in kinds}
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# imports
+
+METHOD = {"plain.py", "model.py", "attention.py", "loss.py", "goldfish.py", "ademamix.py", "schedule.py"}
+SCRIPTS = {"train.py", "posttrain/sft.py", "posttrain/qrpo.py", "prepare.py", "sample.py", "loop.py"}
+FLOOR = "engine/files.py"
+
+
+def read_imports():
+    """{file: {file that it imports: whether at the top}}."""
+    files = product_files()
+    modules = {file.removesuffix(".py").replace("/", "."): file for file in files}
+    graph = {file: {} for file in files}
+    for file in files:
+        body = ast.parse((ROOT / file).read_text()).body
+        nodes = [node for node in body if not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))]
+        for top in nodes:
+            for node in ast.walk(top):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                for used in {modules[name] for name in names if name in modules} - {file}:
+                    graph[file][used] = graph[file].get(used, False) or node is top
+    return graph
+
+
+def reachable(graph, file):
+    """All files that a file imports, directly or by others."""
+    reached, todo = set(), [file]
+    while todo:
+        new = graph[todo.pop()].keys() - reached
+        reached |= new
+        todo += new
+    return reached
+
+
+def import_places():
+    """{kind: [places]}, as the docstring above says."""
+    graph = read_imports()
+    reached = {file: reachable(graph, file) for file in graph}
+    arrows = [(file, used) for file in graph for used in graph[file]]
+    rooms = {(a.split("/")[0], b.split("/")[0]) for a, b in arrows if b != FLOOR}
+    return {
+        "circles": [f"{a} {b}" for a in graph for b in reached[a] if a < b and a in reached[b]],
+        "both ways": [f"{a} {b}" for a, b in rooms if a < b and (b, a) in rooms],
+        "scripts": [f"{a} {b}" for a, b in arrows if b in SCRIPTS],
+        "method": [f"{a} {b}" for a, b in arrows if a in METHOD and b not in METHOD],
+        "lazy": [used for used, is_at_the_top in graph["train.py"].items() if not is_at_the_top],
+    }
+
+
 if __name__ == "__main__":
     for place in sorted(hidden_places()):
         print("{:10} {:32} {}".format(*place))
     print(count_hidden())
+    for kind, places in import_places().items():
+        print(f"{kind:10} {len(places)} {places}")

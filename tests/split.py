@@ -28,8 +28,8 @@ def step(dtype, ranks=None, mode="none", compiled=False):
     if ranks:
         split_attention(model, ranks)
         batch = split_batch(ranks, *BATCH)
-        T = IDX.shape[1] // ranks.P
-        mine = slice(ranks.window_slice * T, (ranks.window_slice + 1) * T)
+        T = IDX.shape[1] // ranks.sequence_parallel
+        mine = slice(ranks.sequence_rank * T, (ranks.sequence_rank + 1) * T)
     recompute_activations(model, mode)
     for block in model.model.layers if compiled else ():
         block.compile(backend="eager", fullgraph=True)  # a graph break would be an error
@@ -46,20 +46,20 @@ def check(ranks, dtype, tolerance, *how):
     """Compare sums over ranks with the whole window's tensors. tolerance: share of a tensor's largest value."""
     for part, whole in zip(step(dtype, ranks, *how), step(dtype), strict=True):
         dist.all_reduce(part)
-        assert (part / ranks.groups - whole).abs().max() <= tolerance * whole.abs().max()
+        assert (part / ranks.readers - whole).abs().max() <= tolerance * whole.abs().max()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with orderly_exit():
-        ranks = Ranks("hsdp", False, 2, P=2)
-        assert (ranks.groups, ranks.group, ranks.window_slice) == (2, ranks.rank // 2, ranks.rank % 2)
+        ranks = Ranks("hsdp", False, 2, sequence_parallel=2)
+        assert (ranks.readers, ranks.reader, ranks.sequence_rank) == (2, ranks.rank // 2, ranks.rank % 2)
         ranks.join("cpu", 60)
         # Else gloo asks for the address of the host's name, which a laptop or a container may lack.
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         assert ranks.mesh.get_group("shards")._get_backend(torch.device("cpu")).options._timeout.seconds == 60
-        quarters = Ranks("ddp", P=4)
-        quarters.window_group, _ = dist.new_subgroups(4)
+        quarters = Ranks("ddp", sequence_parallel=4)
+        quarters.sequence_group, _ = dist.new_subgroups(4)
         check(ranks, torch.float32, 2e-5)
         check(quarters, torch.float64, 1e-12, "selective")
         for how in (["full"], ["none", True]):

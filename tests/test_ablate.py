@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, script
@@ -14,7 +13,7 @@ from trained import data  # noqa: F401
 import convert
 from engine.files import read_text
 from engine.intervals import p_value, t_quantile
-from studies import ablate, kit
+from studies import ablate, compare, kit
 from studies.ablate import STUDIES
 
 
@@ -56,9 +55,57 @@ def test_the_conclusion_is_the_interval_of_the_differences_by_seed():
         for seed, difference in enumerate(values, 1):
             rows.append(run("a", seed, 10 * seed))
             rows.append(run("b", seed, 10 * seed + difference))
-        table = ablate.summarise(rows)
-        ablate.table_md(table)
+        table = compare.summarise(rows)
+        compare.table_md(table)
         assert f"200 tokens: {conclusion} bits per byte." in table[1]["conclusion"]
+
+
+def test_differences_are_of_runs_with_one_seed_in_whatever_order():
+    """b is 0.1 above a for each seed, and 0, 10 and 20 above it if rows are paired by their place."""
+    rows = [run("a", seed, 10 * seed) for seed in (1, 2, 3)] + [run("b", seed, 10 * seed + 0.1) for seed in (3, 1, 2)]
+    _, b = compare.summarise(rows)
+    assert b["differences"] == pytest.approx([0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(seed=4), r"b has seeds \[1, 4\], a \[1, 2\]"),
+        (dict(tokens=[200, 400]), "b was validated after other numbers of tokens than a"),
+    ],
+)
+def test_arms_of_other_seeds_or_another_length_are_not_compared(change, says):
+    rows = [run(arm, seed, 1.0) for arm in "ab" for seed in (1, 2)]
+    rows[-1] |= change
+    with pytest.raises(ValueError, match=says):
+        compare.summarise(rows)
+
+
+def test_a_rate_that_failed_is_never_the_best_and_a_failed_arm_is_left_out():
+    failed = run("a", 0, 1.0) | dict(lr=1.0, error="step 3: loss nan")
+    assert ablate.best_rates([failed, run("a", 0, 9.0)]) == dict(a=1e-3)
+    rows = [run(arm, seed, 1.0) for arm in "abc" for seed in (1, 2)]
+    rows[3] |= dict(error="out of memory", val_bpb=[])
+    assert [row["arm"] for row in compare.summarise(rows)] == ["a", "c"]
+    assert compare.list_failures(rows) == ["b failed at lr 0.001, seed 2: out of memory"]
+    rows[0] |= dict(error="out of memory")
+    with pytest.raises(ValueError, match="a failed at lr 0.001, seed 1"):
+        compare.summarise(rows)
+
+
+def test_the_verdict_and_the_seeds_that_would_decide():
+    """
+    Of sd 0.02 and mean -0.01 an interval without 0 wants t(n - 1) 0.02 / sqrt(n) < 0.01: scipy's smallest n. The same
+    interval around 0 wants to lie within 0.01.
+    """
+    wanted = next(n for n in range(4, 99) if stats.t.ppf(0.975, n - 1) * 0.02 / n**0.5 < 0.01)
+    assert compare.judge([-0.03, -0.01, 0.01], 0.5) == (
+        f"Not decided: if mean and spread stay as they are, {wanted} seeds decide it."
+    )
+    assert f" {wanted} seeds" in compare.judge([-0.02, 0.0, 0.02], 1.0)
+    assert compare.judge([0.0, 0.0, 0.0], 1.0) == "Level: the interval lies within ±0.01 bits per byte."
+    assert compare.judge([-0.3, -0.31, -0.3], 0.01) == "Better."
+    assert compare.judge([0.3, 0.31, 0.3], 0.01) == "Worse."
 
 
 def test_runs_take_the_visible_gpus_in_turn_and_keep_their_order(monkeypatch):
@@ -71,6 +118,21 @@ def test_runs_take_the_visible_gpus_in_turn_and_keep_their_order(monkeypatch):
 
 # -----------------------------------------------------------------------------
 # a whole study
+
+SHORTER = "compile = False\ntotal_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n"
+
+
+def small_flags(folder, data):
+    """Flags of a study of 4 steps a run, with two seeds and two rates, all in a folder that has a size.py."""
+    return (
+        f"--size={folder}/size.py",
+        f"--data={data}",
+        f"--out={folder}",
+        f"--runs={folder}/runs",
+        "--seeds=2",
+        "--jobs=1",
+        "--lrs=1e-3,3e-3",
+    )
 
 
 def small_model_parameters(runs):
@@ -94,52 +156,121 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
     Then the sources change: a comment trains nothing, a formula all runs, and one amid the study ends it. train.py runs
     in this process, which saves twelve imports of torch.
     """
-    shorter = "total_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n"
-    (tmp_path / "size.py").write_text(read_text(f"{ROOT}/configs/tiny.py") + shorter)
-    flags = (
-        f"--size={tmp_path}/size.py",
-        f"--data={data}",
-        f"--out={tmp_path}",
-        f"--runs={tmp_path}/runs",
-        "--seeds=2",
-        "--jobs=1",
-        "--lrs=1e-3,3e-3",
-    )
+    (tmp_path / "size.py").write_text(read_text(f"{ROOT}/configs/tiny.py") + SHORTER)
+    flags = small_flags(tmp_path, data)
     calls = []
     model = tmp_path / "code" / "model.py"
-    for file in kit.read_sources("papers.structured_ffn"):
+    for file in kit.read_sources("train") | kit.read_sources("papers.structured_ffn"):
         (model.parent / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(ROOT, file), model.parent / file)
     monkeypatch.setattr(kit, "ROOT", str(model.parent))
 
-    def in_process(command, stdout, **_):
+    def in_process(command, file, env, folder):
         calls.append(command[2])
         if len(calls) == 10:
             model.write_text(model.read_text() + "c = 3\n")
         done = script("train", *command[3:])
-        stdout.write(done.stderr)
-        return done
+        file.write(done.stderr)
+        return done.returncode, 1.5
 
-    monkeypatch.setattr(kit, "subprocess", SimpleNamespace(run=in_process))
+    monkeypatch.setattr(kit, "run_process", in_process)
     done = script("studies.ablate", "gelu", "relu2", *flags)
     assert done.returncode == 0, done.stderr
     assert calls == ["train"] * 8
-    results = tmp_path / "gelu-relu2"
+    [results] = tmp_path.glob("gelu-relu2-*")
     assert set(os.listdir(results)) == {"runs.jsonl", "table.md", "plot.png", "curves.png"}
     assert "2 seeds, " in done.stdout and "8/8" in done.stderr
     assert "learning rate that was tried, so a better one may lie beyond" in done.stdout
     assert done.stdout.endswith(f"wrote {results}/table.md, plot.png and curves.png\n")
     for arm in ("gelu", "relu2"):
         low, high, *reported = [row for row in kit.read_rows(results / "runs.jsonl") if row["arm"] == arm]
-        best = min(low, high, key=ablate.final_bpb)["lr"]
+        best = min(low, high, key=compare.final_bpb)["lr"]
         assert [(row["seed"], row["lr"]) for row in reported] == [(1, best), (2, best)]
         assert {row["parameters"] for row in reported} == {small_model_parameters(tmp_path / "runs")}
+        assert {row["cpu_seconds"] for row in reported} == {1.5}
     model.write_text(model.read_text() + "# a comment\n")
     assert script("studies.ablate", "gelu", "relu2", *flags).returncode == 0 and len(calls) == 8
     model.write_text(model.read_text() + "b = 2\n")
     done = script("studies.ablate", "gelu", "relu2", *flags)
     assert "model.py changed after 4 of these runs: they are trained again" in done.stdout and len(calls) == 12
     assert done.returncode == 2 and "model.py changed while the study ran" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ("--alpha=3.0 --lr=1e-2", "arm mine sets lr"),
+        ("--seed 3 --data=x", "arm mine sets data, seed"),
+        ("CONFIG", "arm mine sets data"),
+        ("--total_samples=2400", r"arm mine trains on 614,400 tokens, base on 307,200"),
+    ],
+)
+def test_an_arm_sets_neither_rate_nor_seed_nor_data_nor_length(data, tmp_path, monkeypatch, args, says):
+    """In its flags or in a config of its own. The baseline's config has a rate, which is a default and no error."""
+    monkeypatch.setattr(ablate, "data", data)
+    (tmp_path / "own.py").write_text(f"data = '{data}'\nlr = 1e-3\n")
+    arms = dict(base="configs/ablations/llama.py", mine=args.replace("CONFIG", f"{tmp_path}/own.py"))
+    with pytest.raises(ValueError, match=says):
+        ablate.check_lengths(ablate.STUDY | dict(arms=arms), dict.fromkeys(ablate.SCRIPTS))
+
+
+@pytest.mark.slow
+def test_the_code_of_another_folder_is_judged_and_a_crash_loses_no_other_arm(data, tmp_path):
+    """
+    Real runs of 4 steps. A copy without a change is level with a difference of 0. In the next, ReLU squared takes the
+    place of xIELU: what it ends with is what --activation=relu2 has here. The last crashes; its page says so, and the
+    baseline keeps its row.
+    """
+    (tmp_path / "size.py").write_text(read_text(f"{ROOT}/configs/tiny.py") + SHORTER)
+    flags = [flag for flag in small_flags(tmp_path, data) if "jobs" not in flag and "lrs" not in flag]
+    copy = tmp_path / "idea"
+    not_needed = (".*", "results", "records", "assets", "tests", "docs", "data", "out", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*not_needed))
+    flags += [f"--code={copy}", "--lrs=[1e-3]"]
+
+    done = script("studies.ablate", "same", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "+0.0000 ± 0.0000" in done.stdout and "Level: " in done.stdout and "The code is the same" in done.stdout
+
+    model = copy / "model.py"
+    before = model.read_text()
+    model.write_text(before.replace('activation: str = "xielu"', 'activation: str = "relu2"'))
+    assert model.read_text() != before
+    done = script("studies.ablate", "mine", *flags)
+    assert done.returncode == 0, done.stderr
+    assert '+    activation: str = "relu2"' in done.stdout and "CPU s |" in done.stdout
+    [folder] = tmp_path.glob("mine-*")
+    base, mine = (
+        [row for row in kit.read_rows(folder / "runs.jsonl") if row["arm"] == arm] for arm in ("baseline", "mine")
+    )
+    assert [row["val_bpb"] for row in base] != [row["val_bpb"] for row in mine]
+    assert all(row["cpu_seconds"] > 0 for row in base + mine)
+
+    model.write_text(before.replace("class Apertus(", "raise RuntimeError('an idea too many')\n\n\nclass Apertus(", 1))
+    done = script("studies.ablate", "mine", *flags)
+    assert done.returncode == 2 and "no result for mine" in done.stderr
+    assert "mine failed at lr 0.001, seed 1: RuntimeError: an idea too many" in done.stdout
+    assert "| baseline | 0.001" in done.stdout
+
+
+def test_results_name_their_command_and_another_study_is_not_written_over_them(data, tmp_path, monkeypatch):
+    """A shorter trial gets a folder of its own; the same command with another arm behind it is an error."""
+    monkeypatch.setattr(ablate, "paths", ["gelu", "relu2"])
+    monkeypatch.setattr(ablate, "out", str(tmp_path))
+    long = ablate.choose_study()
+    monkeypatch.setattr(ablate, "seeds", 2)
+    short = ablate.choose_study()
+    assert long["folder"] != short["folder"] and "--seeds=2" in short["command"]
+    rows = [run(arm, seed, 1.0) for arm in ("gelu", "relu2") for seed in (1, 2)]
+    about = {key: short[key] for key in ("command", "size", "data")}
+    rows = [row | about | dict(args=short["arms"][row["arm"]]) for row in rows]
+    kit.write_rows(f"{short['folder']}/runs.jsonl", rows)
+    ablate.check_folder(short)
+    for change in (dict(size="configs/tiny.py"), dict(seeds=3), dict(arms=short["arms"] | dict(relu2="--alpha=3.0"))):
+        with pytest.raises(ValueError, match="holds another study .*: name another --out"):
+            ablate.check_folder(short | change)
+    assert compare.describe_origin(rows, "other")["command"] == f"`{short['command']}`"
+    assert compare.describe_origin([run("gelu", 1, 1.0)], "today's")["command"].startswith("not recorded")
 
 
 def test_each_arm_of_each_committed_study_is_a_run_of_its_own(data, monkeypatch):
@@ -150,11 +281,11 @@ def test_each_arm_of_each_committed_study_is_a_run_of_its_own(data, monkeypatch)
     monkeypatch.setattr(ablate, "data", data)
     monkeypatch.setattr(ablate, "paths", ["tying"])
     other = ablate.choose_study()
-    assert (other["folder"], other["reading"]) == ("out/ablations/tying", "")
+    assert other["folder"].startswith("out/ablations/tying-") and other["reading"] == ""
     assert f"--data={data}" in other["command"]
     for name, study in STUDIES.items():
         study = ablate.STUDY | study
         plans = {arm: ablate.plan_run(study, dict.fromkeys(ablate.SCRIPTS), arm, 1e-3, 1) for arm in study["arms"]}
-        assert len(dict(plans.values())) == len(plans)
-        structured = {arm for arm, (_, command) in plans.items() if command[0] == "papers.structured_ffn"}
+        assert len({run.folder for run in plans.values()}) == len(plans)
+        structured = {arm for arm, run in plans.items() if run.command[0] == "papers.structured_ffn"}
         assert structured == (plans.keys() - {"dense"} if name == "structured" else set())

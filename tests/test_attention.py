@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
+from attention import masked_attention
 from model import attend
 
 
@@ -40,3 +43,24 @@ def test_attention_and_its_gradients_are_torchs_in_fp64(T, dtype, tolerance):
         expected = with_gradients(torchs_attention, wide, torch.zeros(2, T) if doc is None else doc)
         found = with_gradients(attend, inputs, doc)
         assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+class Kernels(TorchFunctionMode):
+    """Notes whether torch may choose cuDNN's kernel, and computes no attention."""
+
+    allowed = None
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.allowed = torch.backends.cuda.cudnn_sdp_enabled()
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("T, masked, allowed", [(4096, False, True), (257, False, False), (4096, True, False)])
+def test_cudnn_computes_windows_of_a_fixed_length_and_no_others(T, masked, allowed):
+    """It plans anew for each length, and prompts and padded rows have any. On tensors that are on CUDA by name only."""
+    with FakeTensorMode(), Kernels() as kernels:
+        q, k = (torch.empty(1, heads, T, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        masked_attention(q, k, k, torch.empty(1, 1, T, T, dtype=torch.bool, device="cuda") if masked else None)
+    assert kernels.allowed == allowed and torch.backends.cuda.cudnn_sdp_enabled()

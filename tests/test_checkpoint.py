@@ -67,7 +67,7 @@ def bits(pair):
 
 def loaded(path, *how):
     pair = trained(9, 0, *how)
-    restore.load(str(path), *pair)
+    restore.load_checkpoint(str(path), *pair)
     return pair
 
 
@@ -94,7 +94,7 @@ def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_tra
 
 def test_a_checkpoint_of_another_model_names_the_difference(path):
     with pytest.raises(ValueError, match=r"bias is \(5,\) there and None here"):
-        restore.load(str(path), torch.nn.Linear(7, 5, bias=False))
+        restore.load_checkpoint(str(path), torch.nn.Linear(7, 5, bias=False))
 
 
 @pytest.mark.parametrize("how", ["fused", "foreach"])
@@ -128,6 +128,19 @@ def test_a_save_behind_the_training_holds_the_weights_of_its_step(saver, monkeyp
     go.set()
     saver.finish()
     assert bits(loaded(f"{saver.folder}/step-00000001")) == before != bits(pair)
+
+
+def test_the_copy_of_a_save_lies_where_the_one_before_lay(saver, monkeypatch):
+    """New memory is eight times as slow: the kernel fills it with zeros, and a GPU cannot copy to it directly."""
+    saved = []
+    monkeypatch.setattr(checkpoint, "write", lambda folder, step, tensors, *_: saved.append(tensors))
+    pair = trained()
+    for step in (1, 2):
+        saver.save(step, *pair, {})
+        train(*pair, step)
+    saver.finish()
+    one, other, own = ({t.data_ptr() for t in tensors.values()} for tensors in (*saved, checkpoint.tensors_of(*pair)))
+    assert one == other and not one & own
 
 
 def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(saver, monkeypatch, capsys):
@@ -238,7 +251,7 @@ def test_a_pickle_behind_hashes_that_hold_is_refused_and_leaves_no_mark(path, mo
     names(path, shard(path).name)
     restore.verified(path)
     with pytest.raises(ValueError, match="not readable as safetensors"):
-        restore.load(path, trained()[0])
+        restore.load_checkpoint(path, trained()[0])
     assert not os.path.exists("executed")
 
 

@@ -8,7 +8,7 @@ from lab import run
 from pytest import approx
 
 import convert
-from evaluate import text_ids
+from scoring import text_ids
 from studies import context, kit
 
 

@@ -83,11 +83,18 @@ def test_a_vocabulary_that_differs_in_one_id_is_an_error_of_the_start_and_of_a_t
 
 
 def test_a_longer_run_of_adapters_from_another_start_moves_no_checkpoint(lab, runs, tmp_path):
-    """The run would continue from before its decay, but its frozen weights differ."""
-    run = shutil.copytree(runs / "adapted", tmp_path / "run")
-    before, longer = contents(run), ["--resume", "--total_samples=80", *ADAPTERS]
-    refused(go_on(lab, run, *longer, f"--init_from={runs}/continued"), "start_hash")
+    """The run would continue from before its decay, but the frozen weights of its start are others now."""
+    run, start, adapters = tmp_path / "run", tmp_path / "start", [f"--init_from={tmp_path}/start", *ADAPTERS]
+    start.symlink_to(lab / "pretrained")
+    assert go_on(lab, run, *adapters).returncode == 0
+    before, longer = contents(run), ["--resume", "--total_samples=80", *adapters]
+    start.unlink()
+    start.symlink_to(runs / "continued")
+    refused(go_on(lab, run, *longer), "was trained on other weights than those of")
     refused(go_on(lab, run, *longer, "--lora_alpha=4"), "lora_alpha 8.0 -> 4.0")
+    refused(go_on(lab, run, *longer, f"--init_from={lab}/hf"), "init_from")
     assert contents(run) == before
-    done = go_on(lab, run, *longer, start="hf")
+    start.unlink()
+    start.symlink_to(lab / "hf")
+    done = go_on(lab, run, *longer)
     assert done.returncode == 0 and "continues from before its decay" in done.stdout, done.stderr

@@ -14,7 +14,7 @@ import chat
 import tokenizer
 from corpus import readers
 from engine.parallel import Ranks
-from posttrain import conversations
+from posttrain import conversations, pairs
 
 TOK = tokenizer.load("byte")
 
@@ -35,10 +35,37 @@ ROWS = [line for line in Path(ROOT, "tests", "rows.txt").read_text().splitlines(
 def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
     """A row with messages and more, as in ultrachat_200k, is read by its messages."""
     why, _, row = line.partition(" | ")
-    want = why.replace("ODD", chat.ODD)
+    want = why
     if why[0] == "{":
         want = chat.render(TOK, json.loads(why), chat.DATE)
     assert chat.learnable(TOK, json.loads(row), 600) == want
+
+
+def with_odd_values(value):
+    """The value (a copy of JSON) with an odd value in one place, for each of its places and some odd values."""
+    yield from (5, "\ud83d", ["x"], {"a": 1})
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for odd in with_odd_values(value[key]):
+            copy = value.copy()
+            copy[key] = odd
+            yield copy
+
+
+def test_an_odd_value_anywhere_is_a_reason_and_no_exception():
+    short = [json.loads(line.partition(" | ")[2]) for line in ROWS if len(line) < 900]
+    for row in [
+        *short,
+        *(
+            dict(chosen=row["messages"], rejected=row["messages"][:1])
+            for row in short
+            if "messages" in row and row["messages"]
+        ),
+    ]:
+        for odd in with_odd_values(row):
+            if isinstance(odd, dict):
+                assert type(chat.learnable(TOK, odd, 600)) in (str, tuple), odd
+                assert type(chat.prompt_ids(TOK, odd)) in (str, list), odd
+                assert type(pairs.pair_ids(TOK, odd)) in (str, tuple), odd
 
 
 # -----------------------------------------------------------------------------
@@ -59,10 +86,10 @@ def everything(found):
     return [(ids.tolist(), loss_mask.tolist()) for ids, loss_mask in map(found.__getitem__, range(len(found)))]
 
 
-def read(tmp_path, data, folder="", tok=TOK, longest=512):
+def read(tmp_path, data, folder="", tok=TOK, longest=512, **how):
     """(conversations, reasons, hash) of a --data. Without a named folder they are tokenized anew."""
     folder = str(tmp_path / (folder or f"ids-{len(os.listdir(tmp_path))}"))
-    return conversations.tokenize_data(folder, tok, str(data), longest, Ranks())
+    return conversations.tokenize_data(folder, tok, str(data), longest, Ranks(), **how)
 
 
 def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path, monkeypatch):
@@ -94,6 +121,27 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
     assert second.stat().st_mtime_ns == before
     for change in dict(tok=tokenizer.load("apertus:300")), dict(longest=75):
         assert everything(read(tmp_path, data, "tokens", **change)[0]) != whole
+
+
+def test_what_is_too_long_may_lose_its_end_and_is_then_other_data(tmp_path):
+    """A conversation whose first tokens hold no word to learn is left out all the same."""
+    rows = [chat_row("?", "é" * 40), chat_row("?" * 90, "é"), chat_row("?", "é")]
+    write_rows(tmp_path / "chats.jsonl", rows)
+    (first, mask), _, last = rendered(rows)
+    longest = len(last[0])
+    found, bad, cut_hash = read(tmp_path, tmp_path / "chats.jsonl", longest=longest, too_long="cut")
+    assert everything(found) == [(first[:longest], mask[:longest]), last]
+    assert bad == [[f"no word to learn in its first max_length={longest} tokens", "line 2 of chats.jsonl"]]
+    found, bad, dropped_hash = read(tmp_path, tmp_path / "chats.jsonl", longest=longest)
+    assert everything(found) == [last] and len(bad) == 2 and cut_hash != dropped_hash
+
+
+def test_a_repeated_conversation_is_counted_but_not_one_that_data_names_twice(tmp_path):
+    for name, rows in dict(a=rows_like(3), b=rows_like(3)[:2] * 2).items():
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    notes = {data: read(tmp_path, data)[0].notes for data in (f"{a},{a}", f"{a},{b}")}
+    assert notes == {f"{a},{a}": [], f"{a},{b}": ["4 of 7 conversations repeat another"]}
 
 
 # -----------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """convert.py against transformers: each reads the other's files, and transformers loads a finished run unchanged."""
 
 import contextlib
-import copy
 import itertools
 import os
 import shutil
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +22,13 @@ import tokenizer
 from engine.files import read_json, read_text, write_json
 from engine.runs import settings_of
 from model import Apertus, ApertusConfig
-from posttrain.quantised import quantise
+from weights import write
+from weights.folders import start_of
+from weights.hashes import weights_hash
+from weights.quantised import quantise_blocks
+from weights.stored import read_weights
+from weights.trace import trace_modules
+from weights.write import LIST, remove_old_weights, write_config, write_final_weights
 
 FOLDER = os.path.join(GOLDEN, "hf_tiny_a")
 SMALL = ApertusConfig(
@@ -59,7 +65,7 @@ def test_a_finished_run_loads_in_transformers_as_it_is(lab, tmp_path):
     assert_known_to_transformers(run, model, tok)
     assert os.stat(f"{run}/config.json").st_mode == os.stat(f"{run}/model.safetensors").st_mode
     started = Apertus(model.config, seed=1)
-    convert.fill(started, convert.start_of(run)[2])
+    read_weights(started, start_of(run)[2])
     assert same(started, model)
     exported = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("ckpt"))
     assert same(convert.load_any(str(exported))[0], model)
@@ -69,13 +75,31 @@ def test_a_finished_run_loads_in_transformers_as_it_is(lab, tmp_path):
 def test_a_variant_is_not_loaded_as_an_apertus(lab, tmp_path, more):
     folder = shutil.copytree(lab / "pretrained", tmp_path / "run")
     settings = settings_of(folder) | more
-    convert.remove_old_weights(folder)
-    convert.write_config(folder, settings, ApertusConfig.from_settings(settings), BYTE)
-    convert.complete(folder)
+    remove_old_weights(folder)
+    write_config(folder, settings, ApertusConfig.from_settings(settings), BYTE)
+    write_final_weights(folder)
     assert not (folder / "model.safetensors").exists()
     assert settings_of(folder) == settings
     with pytest.raises(ValueError, match="model type `nanoapertus`"):
         theirs(folder)
+
+
+def test_of_an_edited_run_the_checkpoint_is_read_and_a_line_says_so(lab, tmp_path, capsys):
+    """sha256sum reads the hashes that the run has written. Without its checkpoints the edited file is the model."""
+    run = shutil.copytree(lab / "pretrained", tmp_path / "run")
+    subprocess.run(["sha256sum", "-c", "--strict", "model.sha256"], cwd=run, check=True, capture_output=True)
+    before, _ = convert.load_any(str(run))
+    assert capsys.readouterr().out == ""
+    tensors = load_file(run / "model.safetensors")
+    tensors["model.norm.weight"][5] += 1
+    save_file(tensors, run / "model.safetensors", metadata={"format": "pt"})
+    again, _ = convert.load_any(str(run))
+    said = capsys.readouterr().out
+    assert said.startswith(f"{run}/model.safetensors is not as the run has written it") and f"{run}/ckpt/step-" in said
+    assert same(again, before)
+    shutil.rmtree(run / "ckpt")
+    assert convert.load_any(str(run))[0].model.norm.weight.equal(tensors["model.norm.weight"])
+    assert capsys.readouterr().out == ""
 
 
 # -----------------------------------------------------------------------------
@@ -91,7 +115,7 @@ def test_an_export_is_the_same_model_here_and_for_transformers(tmp_path, tied):
     assert back.config == model.config
     assert same(back, model)
     assert tok.hash == BYTE.hash
-    assert convert.fingerprint(back) == convert.fingerprint(model.bfloat16())
+    assert weights_hash(back) == weights_hash(model.bfloat16())
     assert_known_to_transformers(tmp_path, back, tok)
 
 
@@ -108,10 +132,10 @@ def test_rows_that_pad_the_embedding_decode_to_nothing_and_another_tokenizer_is_
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_a_base_quantised_as_it_is_read_is_the_one_quantised_afterwards(base):
-    """Both also have the fingerprint that earlier runs have stored."""
+    """Both also have the hash that earlier runs have stored."""
     read, whole = convert.load_hf(FOLDER, base=base), convert.load_hf(FOLDER)
-    assert convert.fingerprint(whole)[:16] == convert.fingerprint(read)[:16] == "3c5c6cd11e153ed4"
-    assert_close(read.state_dict(), quantise(whole, base).state_dict(), rtol=0, atol=0)
+    assert weights_hash(whole)[:16] == weights_hash(read)[:16] == "6e7e3c65c84cce4c"
+    assert_close(read.state_dict(), quantise_blocks(whole, base).state_dict(), rtol=0, atol=0)
     assert not any(p.requires_grad for p in read.parameters())
 
 
@@ -174,7 +198,7 @@ def test_stopped_at_any_moment_the_folder_is_the_old_model_or_the_new_one(tmp_pa
         convert.save_hf(old, folder, shard_bytes=21_000)
         left = itertools.count(-len(seen))
         with monkeypatch.context() as patch, contextlib.suppress(type(error)):
-            for owner, name in ((convert, "save_file"), (convert, "write_json"), (os, "replace"), (os, "rename")):
+            for owner, name in ((write, "save_file"), (write, "write_json"), (os, "replace"), (os, "rename")):
                 patch.setattr(owner, name, stopping(getattr(owner, name)))
             convert.save_hf(new, folder, shard_bytes=21_000)
         there = convert.load_hf(folder)
@@ -182,7 +206,7 @@ def test_stopped_at_any_moment_the_folder_is_the_old_model_or_the_new_one(tmp_pa
     assert same(there, new)
     assert len(seen) > 8 and list(dict.fromkeys(seen)) == ["old", "new"]
     convert.save_hf(old, folder)
-    assert {*os.listdir(folder)} == {"config.json", "model.safetensors", convert.LIST}
+    assert {*os.listdir(folder)} == {"config.json", "model.safetensors", LIST}
     assert os.listdir(tmp_path) == ["hf"]
 
 
@@ -193,7 +217,7 @@ def test_a_trace_is_that_of_transformers_modules_and_shows_the_first_that_differ
     golden = [line.split() for line in read_text(f"{FOLDER}/trace.txt").splitlines()]
 
     def first_difference():
-        convert.trace_modules(copy.deepcopy(model), tok, "")
+        trace_modules(model, tok, "")
         lines = capsys.readouterr().out.splitlines()[1:]
         assert len(lines) == len(golden)
         for line, (name, *want) in zip(lines, golden):

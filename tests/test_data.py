@@ -17,8 +17,9 @@ from trained import corpus
 
 import train
 from configurator import config_file, configure, read_config
-from data import StagedDataset, TokenDataset, fingerprint, mapped, permute, read_meta, started_stages
+from data import StagedDataset, TokenDataset, hash_of_data, mapped, open_data, permute, read_meta
 from engine.files import read_json
+from engine.restore import started_stages
 from goldfish import goldfish_mask
 from schedule import Plan, wsd
 
@@ -198,12 +199,12 @@ def test_stages_name_the_sources_of_all_folders(folder, apart, tmp_path):
 def test_the_fingerprint_of_several_folders_is_that_of_their_texts_order_and_weights(apart, tmp_path):
     """Not of the places where they are. A document that is removed from one of them changes it."""
     moved = tuple(shutil.copytree(path, tmp_path / os.path.basename(path)) for path in apart)
-    hashes = [TokenDataset(form.format(*moved), "train", 16).fingerprint for form in ("{1},{0}", *FORMS)]
-    assert hashes[1:] == [TokenDataset(form.format(*apart), "train", 16).fingerprint for form in FORMS]
+    hashes = [TokenDataset(form.format(*moved), "train", 16).data_hash for form in ("{1},{0}", *FORMS)]
+    assert hashes[1:] == [TokenDataset(form.format(*apart), "train", 16).data_hash for form in FORMS]
     assert len(set(hashes)) == 4
     (tmp_path / "list").write_text("b.jsonl line 4\n")
     run("prepare.py", f"--remove={tmp_path}/list", f"--out={moved[1]}")
-    assert TokenDataset(",".join(map(str, moved)), "train", 16).fingerprint not in hashes
+    assert TokenDataset(",".join(map(str, moved)), "train", 16).data_hash not in hashes
 
 
 # -----------------------------------------------------------------------------
@@ -232,10 +233,33 @@ def test_a_damaged_shard_is_an_error(copied, damage, says):
         TokenDataset(copied[0], "train", 32).batch(0, 300)
 
 
+def test_a_shard_is_opened_when_it_is_first_read(copied):
+    """The last window is in the last shard, and in the one before if it begins there."""
+    mapped.cache_clear()
+    data = TokenDataset(copied[0], "train", 32)
+    stream = data.streams[0]
+    assert len(stream.files) > 5 and mapped.cache_info().misses == 0
+    stream.read(stream.n_tokens - 33, np.empty(33, np.int64))
+    assert mapped.cache_info().misses <= 2
+
+
+@pytest.mark.parametrize("damage", [os.remove, lambda path: os.truncate(path, 1000)])
+def test_a_shard_that_is_missing_or_cut_is_an_error_before_it_is_read(copied, damage):
+    """By its size: the first rank says so before the run begins."""
+    settings = dict(data=copied[0], seed=28, stage="", goldfish_k=0, goldfish_h=1, goldfish_hash="mix")
+    settings["goldfish_scope"] = "window"
+    open_data(settings, 32, check=True)
+    damage(copied[1])
+    open_data(settings, 32, check=False)
+    with pytest.raises((OSError, ValueError), match=os.path.basename(copied[1])):
+        open_data(settings, 32, check=True)
+
+
 def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed(copied):
     """It is noticed when the shard is mapped again; until then the old file stays mapped."""
     data = TokenDataset(copied[0], "train", 32)
-    assert not mapped(*data.streams[0].files[0]).flags.writeable
+    stream = data.streams[0]
+    assert not stream.tokens_of(0).flags.writeable
     os.utime(copied[1], ns=(0, 0))
     data.batch(0, data.n_windows)
     mapped.cache_clear()
@@ -252,9 +276,9 @@ def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed
     [(("2", (B,), 99, 7), 40, True), (("2", (B,), 99, 7), 41, False), (("2", {A: 1, B: 1}, 70, 30), 41, False)],
 )
 def test_a_row_of_the_table_counts_from_the_first_sample_of_its_stage_on(folder, second, until, same):
-    before, after = (started_stages(StagedDataset(folder, t, 16).fingerprint, until) for t in (TABLE, (ONE, second)))
+    before, after = (started_stages(StagedDataset(folder, t, 16).data_hash, until) for t in (TABLE, (ONE, second)))
     assert (after == before) == same
-    whole = TokenDataset(folder, "train", 16).fingerprint
+    whole = TokenDataset(folder, "train", 16).data_hash
     assert started_stages(whole, 0) == [whole]
 
 
@@ -265,7 +289,7 @@ def test_fingerprints_are_those_that_runs_have_recorded():
     """
     stored = read_json(f"{GOLDEN}/fingerprints.json")
     for sources, recorded in stored["recorded"]:
-        assert fingerprint(stored["meta"], sources) == recorded
+        assert hash_of_data(stored["meta"], sources) == recorded
 
 
 # -----------------------------------------------------------------------------

@@ -60,7 +60,8 @@ def learn(lab, out, *args, teacher="hf"):
 
 def test_the_first_step_is_that_of_the_formula_kl_falls_and_a_run_keeps_its_teacher(lab, tmp_path):
     run = tmp_path / "run"
-    learn(lab, run, "--goldfish_k=3", "--goldfish_h=5", "--goldfish_scope=stream")
+    goldfish = "--goldfish_k=3", "--goldfish_h=5", "--goldfish_scope=stream"
+    learn(lab, run, *goldfish)
     found = steps(run)
     model = Apertus(convert.load_any(str(run))[0].config, 28).double()
     teacher, _ = convert.load_any(str(lab / "hf"), "cpu", torch.float64)
@@ -70,8 +71,9 @@ def test_the_first_step_is_that_of_the_formula_kl_falls_and_a_run_keeps_its_teac
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert found[0] == pytest.approx([ce.item(), kl.item(), norm.item()], rel=1e-5)
     assert found[-1][1] < found[0][1]
-    refused(learn(lab, run, "--resume", "--distill=0.5", teacher="sft"), "distill 0.9 -> 0.5", "teacher_hash")
-    refused(learn(lab, run, "--resume", teacher="pretrained"), "is finished")
+    again = *goldfish, "--resume"
+    refused(learn(lab, run, *again, "--distill=0.5", teacher="sft"), "distill 0.9 -> 0.5", "teacher_sha256")
+    refused(learn(lab, run, *again, teacher="pretrained"), "is finished")
 
 
 @pytest.mark.parametrize("mask", [True, False])

@@ -12,7 +12,9 @@ from lab import run
 from pytest import approx
 from scipy import stats
 from tiny import small, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import convert
 import evaluate
 import scoring
 import tokenizer
@@ -31,16 +33,18 @@ def evaluated(folder, *args):
     return done.stdout, found["rows"]
 
 
+def window_of(i, T):
+    """Windows begin at multiples of half a window: the begin of the first from which at most T tokens reach token i."""
+    stride = T - T // 2
+    return stride * max(0, math.ceil((i - T) / stride))
+
+
 @torch.no_grad()
 def bits_by_hand(model, ids):
     """The sum of -log2 p over ids[1:], with one call of the model per token."""
-    T = model.config.block_size
-    stride = T - T // 2
     bits = 0
     for i in range(1, len(ids)):
-        # Windows begin at multiples of half a window: take the first from which at most T tokens reach token i.
-        begin = stride * max(0, math.ceil((i - T) / stride))
-        logits = model(torch.tensor([ids[begin:i]]))
+        logits = model(torch.tensor([ids[window_of(i, model.config.block_size) : i]]))
         bits -= logits[0, -1].log_softmax(-1)[ids[i]].item() / math.log(2)
     return bits
 
@@ -50,14 +54,14 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(monk
     In fp64. Sizes of batches, windows and documents do not divide each other. A text ends in </s>, even if the model's
     own end token is <|assistant_end|>.
     """
-    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 31)
+    monkeypatch.setattr(scoring, "BATCH_TOKENS", 31)
     monkeypatch.setattr(TOK, "eos", TOK.id_of("<|assistant_end|>"))
     narrow = small(vocab_size=320, block_size=12).double().eval()
     texts = [TEXTS[2][:n] for n in (1, 5, 37, 10, 9, 22, 24, 11, 2)]
     bits = np.array([bits_by_hand(narrow, [TOK.bos, *TOK.encode(text), TOK.id_of("</s>")]) for text in texts])
     sizes = np.array([len(text.encode()) for text in texts])
     documents = list(zip("xyz" * 3, texts))
-    rows = evaluate.text_scores(documents, evaluate.document_bits(narrow, TOK, documents))
+    rows = evaluate.text_rows(documents, [evaluate.document_bits(narrow, TOK, documents)], "")
     parts = slice(None), *(slice(i, None, 3) for i in range(3))
     for row, name, part in zip(rows, ("all", *"xyz"), parts, strict=True):
         assert (row["name"], row["n"], row["bytes"]) == (name, len(bits[part]), sizes[part].sum())
@@ -84,15 +88,13 @@ def quiz(question, choices, answer):
     return dict(question=question, choices=choices, answer=answer)
 
 
-def test_an_answer_is_a_letter_a_choice_or_an_index_and_chance_the_mean_over_questions(monkeypatch):
+def test_an_answer_is_a_letter_a_choice_or_an_index_and_chance_the_mean_over_questions():
     """The difference to another model is paired by question."""
-    monkeypatch.setattr(evaluate, "against", "other")
     rows = quiz("1 + 1? ", ["3", "2"], "b"), quiz("2 + 2?", ["5", "4"], "4"), quiz("3?", list("6789"), 0)
     questions = [evaluate.read_question(row, "") for row in rows]
-    assert questions[0] == ("1 + 1?\nAnswer:", ["3", "2"], "2")
     assert [right for *_, right in questions] == ["2", "4", "6"]
     hits, baseline = np.array([[1, 1, 0], [1, 0, 0]]), np.array([[0, 1, 0], [1, 1, 0]])
-    rows = list(evaluate.choice_scores("x", questions, hits, baseline))
+    rows = list(evaluate.choice_rows("x", questions, [hits, baseline], "other"))
     for measure in range(2):
         share, difference = rows[2 * measure : 2 * measure + 2]
         right = int(hits[measure].sum())
@@ -102,11 +104,33 @@ def test_an_answer_is_a_letter_a_choice_or_an_index_and_chance_the_mean_over_que
         assert (difference["low"], difference["high"]) == approx((low, high), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "choices, answer, right",
+    [
+        ([3, 2], 1, "2"),
+        ([3, 2], 3, "3"),
+        ([3, 2], "B", "2"),
+        ([0, 1], 1, "1"),
+        (["1", "0"], "1", "1"),
+        (["1", "0"], 1, "0"),
+        ([2, 1], 1, "1"),
+        ([1, 2], 1, None),
+        ([True, False], 1, None),
+    ],
+)
+def test_a_number_is_an_index_as_for_lm_eval_and_refused_if_it_is_another_choice_too(choices, answer, right):
+    if right:
+        assert evaluate.read_question(quiz("?", choices, answer), "")[1:] == (list(map(str, choices)), right)
+    else:
+        with pytest.raises(ValueError, match="row 3: the answer 1 is a choice, and the index of another, .*letter"):
+            evaluate.read_question(quiz("?", choices, answer), "row 3")
+
+
 def test_a_long_question_loses_its_beginning():
     """Bytes are tokens, so we know which ones stay: the last before the choice."""
     context = "".join(map(chr, range(40, 120))) * 2
-    assert evaluate.pair(TOK, context, " ab", 96) == (TOK.encode(context[-94:] + " ab"), 94)
-    assert evaluate.pair(TOK, "?", " ab", 4) == ([TOK.bos, *TOK.encode("? ab")], 2)
+    assert evaluate.encode_pair(TOK, context, " ab", 96) == (TOK.encode(context[-94:] + " ab"), 94)
+    assert evaluate.encode_pair(TOK, "?", " ab", 4) == ([TOK.bos, *TOK.encode("? ab")], 2)
 
 
 # -----------------------------------------------------------------------------
@@ -129,6 +153,46 @@ def test_one_command_gives_a_table_and_json(lab, tmp_path):
     assert "| texts.jsonl |" in table and "| all |" not in table
     [older] = (tmp_path / "out").glob("evaluation-*.json")
     assert read_json(older)["rows"] == rows
+
+
+@torch.no_grad()
+def costs_by_transformers(folder, chats):
+    """The nats of the tokens that the assistant says in conversations, a list for each, with one call per token."""
+    model, tok = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    nats = []
+    for messages in chats:
+        encoded = tok.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        # The published template leaves the last turn open.
+        ids = [*encoded["input_ids"], tok.convert_tokens_to_ids("<|assistant_end|>")]
+        nats.append([])
+        for i, is_learnt in enumerate([*encoded["assistant_masks"], 1]):
+            if is_learnt:
+                begin = window_of(i, 256)
+                logits = model(torch.tensor([ids[begin:i]])).logits[0, -1]
+                nats[-1].append(-logits.log_softmax(-1)[ids[i]].item())
+    return nats
+
+
+def test_the_loss_of_conversations_is_that_of_transformers_over_what_the_assistant_says(lab, tmp_path):
+    """
+    Also of a conversation longer than the window of 256, in windows that overlap by half. A prompt without an answer is
+    left out and counted.
+    """
+    system, question = dict(role="system", content="x"), dict(role="user", content="say it")
+    answers = [dict(role="assistant", content=text) for text in ("aé", "bbb", "a" * 200)]
+    chats = [[system, question, answers[0], question, answers[1]], [system, question, answers[2]]]
+    write_rows(tmp_path / "chats.jsonl", [dict(messages=messages) for messages in ([system, question], *chats)])
+    said, rows = evaluated(tmp_path, tmp_path / "chats.jsonl", f"--init_from={lab}/sft", f"--against={lab}/hf")
+    assert "left out 1 of 3 conversations: 1 no assistant turn (first in row 1)" in said
+    ours, others = (costs_by_transformers(f"{lab}/{name}", chats) for name in ("sft", "hf"))
+    n, n_bytes = sum(map(len, ours)), 3 + 3 + 200
+    nats, other_nats = (sum(map(sum, costs)) for costs in (ours, others))
+    bits = nats / math.log(2) / n_bytes
+    wanted = dict(loss=nats / n, bits=bits, difference=bits - other_nats / math.log(2) / n_bytes)
+    assert [row["score"] for row in rows] == approx([*wanted.values()], rel=1e-4)
+    metrics = ["loss", "bits/byte", f"bits/byte above {lab}/hf"]
+    assert [(row["metric"], row["n"]) for row in rows] == [(metric, 2) for metric in metrics]
+    assert rows[0]["tokens"] == n and rows[1]["bytes"] == n_bytes
 
 
 def test_rewards_are_means_of_four_answers_of_each_model(lab, tmp_path):
@@ -168,10 +232,10 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path,
     run("prepare.py", tmp_path / "x.jsonl", *how)
     counts = {
         source: splits["val"]["documents"]
-        for source, splits in evaluate.TokenDataset(data, "val", 1).meta["sources"].items()
+        for source, splits in scoring.TokenDataset(data, "val", 1).meta["sources"].items()
     }
     # The model has another vocabulary, so the text is tokenized again.
-    found = evaluate.validation_documents(data)
+    found = scoring.validation_documents(data)
     assert len({*found}) == len(found)
     assert all(texts[text] == source for source, text in found)
     assert Counter(source for source, _ in found) == counts
@@ -179,8 +243,8 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path,
     assert rows[0]["n"] == 9
     # A run that was trained on two folders.
     monkeypatch.setattr(evaluate, "settings_of", lambda run: dict(data=f"{data},{lab}/data"))
-    documents, _ = evaluate.read_paths(is_run=True)
-    assert documents == found + evaluate.validation_documents(lab / "data")
+    documents, *_ = evaluate.read_paths(evaluate.own_data("run", is_run=True), "lang", 0)
+    assert documents == found + scoring.validation_documents(lab / "data")
 
 
 def test_lm_eval_reads_a_run_folder_and_agrees(lab, tmp_path, monkeypatch):
@@ -198,14 +262,24 @@ def test_lm_eval_reads_a_run_folder_and_agrees(lab, tmp_path, monkeypatch):
     def theirs(task, **how):
         tasks = TaskManager(include_path=TASKS, include_defaults=False)
         model = dict(pretrained=folder, **how)
-        return lm_eval.simple_evaluate("hf", model, tasks=[task], task_manager=tasks, device="cpu")["results"][task]
+        found = lm_eval.simple_evaluate("hf", model, tasks=[task], task_manager=tasks, device="cpu")
+        return found["results"][task], found["samples"][task]
 
-    _, ours = evaluated(tmp_path, f"{TASKS}/quiz.jsonl", f"--init_from={folder}")
-    scores = theirs("own_quiz")
-    assert [row["score"] for row in ours] == approx([scores["acc,none"], scores["acc_bytes,none"]])
+    model, tok = convert.load_any(folder)
+    for task, how in ("own_quiz", ()), ("own_continuation", ["--template={question} {choice}"]):
+        _, ours = evaluated(tmp_path, f"{TASKS}/quiz.jsonl", f"--init_from={folder}", *how)
+        template = read_json(tmp_path / "out" / "evaluation.json")["template"]
+        scores, samples = theirs(task)
+        assert [row["score"] for row in ours] == approx([scores["acc,none"], scores["acc_bytes,none"]])
+        logp = [logp for sample in samples for logp, _ in sample["filtered_resps"]]
+        pairs = [
+            evaluate.encode_pair(tok, *evaluate.fill_template(template, sample["doc"]["question"], choice), 256)
+            for sample in samples
+            for choice in sample["doc"]["choices"]
+        ]
+        assert [-nats.sum() for nats in scoring.token_nats(model, pairs)] == approx(logp, rel=1e-5)
 
-    model, tok = evaluate.convert.load_any(folder)
     nats = scoring.token_nats(model, [(scoring.text_ids(tok, text)[:-1], 1) for text in TEXTS])
     bits = sum(map(sum, nats)) / math.log(2)
-    found = theirs("own_texts", add_bos_token=False)["bits_per_byte,none"]
-    assert found == approx(bits / len("".join(TEXTS).encode()), abs=1e-4)
+    found, _ = theirs("own_texts", add_bos_token=False)
+    assert found["bits_per_byte,none"] == approx(bits / len("".join(TEXTS).encode()), abs=1e-4)

@@ -17,7 +17,7 @@ from tiny import small, write_rows
 import convert
 import tokenizer
 from engine.files import read_json
-from posttrain import judge
+from posttrain import judge, rewards
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/charter.json")
 CHARTER = f"{ROOT}/posttrain/charter.md"
@@ -206,7 +206,7 @@ def test_rewards_are_those_of_a_script_and_of_the_modules_beside_it_that_it_impo
         for name, source in sources.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / f"{name}.py").write_text(source + "\n#" * (name == changed))
-        hashes.append(judge.reward_hash(f"{tmp_path}/r.py"))
+        hashes.append(rewards.reward_hash(f"{tmp_path}/r.py"))
     assert hashes[0] == hashes[1] == hashes[-1] and len({*hashes}) == 4
 
 
@@ -216,7 +216,7 @@ def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, 
     served(rule)
     how = "--n_refs=2", "--batch_size=1", f"--rewards=charter:{URL},{CHARTER}"
     run(*aligning(lab, tmp_path / "run", f"--data={tmp_path}/prompts.jsonl", *how))
-    with_another = judge.reward_hash(f"charter:{URL},{ROOT}/README.md")
+    with_another = rewards.reward_hash(f"charter:{URL},{ROOT}/README.md")
     [file] = (tmp_path / "run").glob("references/*/rewards-*.json")
     assert with_another not in file.name
     [[of_refs, of_given]] = json.loads(file.read_text())

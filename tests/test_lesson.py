@@ -20,7 +20,7 @@ import goldfish
 import model
 import plain
 import schedule
-import tokenizer
+import tokenizer_json
 import tools.cases
 import tools.lesson
 from corpus import robots
@@ -135,7 +135,7 @@ def answers():
         "ademamix": ademamix.half_life(0.9999),
         "schedule": schedule.wsd(85, 1, 0.1, 20, 100, 30),
         "feistel": next(4**half for half in range(40) if 4**half > 2**32),
-        "bpe": len(tokenizer.merges_of(["a", "aa", "aaa", "aaaa"])),
+        "bpe": len(tokenizer_json.merges_of(["a", "aa", "aaa", "aaaa"])),
         "qrpo": losses.beta_log_z(0.2),
         "robots": sum(robots.may_train_on(f"https://a.example{path}", text)[0] for path in paths),
     }

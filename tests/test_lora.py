@@ -1,5 +1,5 @@
 """
-posttrain/lora.py against PEFT: golden values that peft computed, and peft itself reading and writing the files.
+weights/lora.py against PEFT: golden values that peft computed, and peft itself reading and writing the files.
 
 tests/golden/lora: a tiny ApertusForCausalLM and three adapters, made by peft 0.21.2 and transformers 5.23.0.
 """
@@ -17,7 +17,7 @@ from test_sft import losses
 from tiny import GOLDEN, small, tensors
 
 import convert
-from posttrain import lora
+from weights import lora
 
 FOLDER = f"{GOLDEN}/lora"
 VALUES = tensors("lora", "io.npz")
@@ -45,7 +45,7 @@ def published(folder):
 def test_logits_loss_gradients_and_merged_matrices_are_pefts(case):
     """Targets are full names, suffixes with rsLoRA, a regular expression. Without them the model equals its base."""
     model = base()
-    lora.load(model, f"{FOLDER}/adapter_{case}")
+    lora.load_adapter(model, f"{FOLDER}/adapter_{case}")
     close(logits(model), VALUES[case])
     loss = model.loss(IDX[:, :-1], IDX[:, 1:])
     loss.backward()
@@ -60,7 +60,7 @@ def test_logits_loss_gradients_and_merged_matrices_are_pefts(case):
     with lora.without_lora(model):
         assert logits(model).equal(logits(base()))
     close(logits(model), VALUES[case])
-    lora.merge(model)
+    lora.merge_adapters(model)
     assert not lora.lora_layers(model)
     close(logits(model), VALUES[f"{case}_merged"])
 
@@ -97,7 +97,7 @@ def test_an_adapter_of_peft_on_some_matrices_of_one_layer_has_its_logits(tmp_pat
     theirs = peft.get_peft_model(published(f"{FOLDER}/base"), config)
     theirs.save_pretrained(tmp_path)
     model = base()
-    lora.load(model, str(tmp_path))
+    lora.load_adapter(model, str(tmp_path))
     assert len(lora.lora_layers(model)) == 2
     close(logits(model), theirs(IDX).logits)
 
@@ -116,7 +116,7 @@ def test_the_adapter_of_another_model_is_an_error_that_names_the_tensor(tmp_path
     whole = load_file(file) | changed
     save_file({name: tensor for name, tensor in whole.items() if tensor is not None}, file)
     with pytest.raises(ValueError, match=says):
-        lora.load(base(), str(folder))
+        lora.load_adapter(base(), str(folder))
 
 
 # -----------------------------------------------------------------------------
@@ -153,6 +153,31 @@ def test_an_adapter_of_other_weights_is_an_error(lab, tmp_path):
         path.write_text(path.read_text().replace(f"{lab}/hf", f"{lab}/sft"))
         with pytest.raises(ValueError, match="was trained on other weights"):
             convert.load_any(str(path.parent))
+
+
+def test_a_single_other_value_of_the_start_model_is_an_error(lab, tmp_path):
+    """It is the last of a matrix, and differs by an eighth of itself."""
+    start = shutil.copytree(lab / "hf", tmp_path / "start")
+    adapter = shutil.copytree(lab / "adapted" / "adapter", tmp_path / "adapter")
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace(f"{lab}/hf", str(start)))
+    answers(adapter)
+    file = start / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.mlp.up_proj.weight"][-1, -1] *= 1.125
+    save_file(weights, file, metadata={"format": "pt"})
+    for how in (dict(), dict(base="int8")):
+        with pytest.raises(ValueError, match="was trained on other weights"):
+            answers(adapter, **how)
+
+
+def test_an_adapter_without_a_hash_of_its_start_model_is_loaded_and_a_line_says_so(lab, tmp_path, capsys):
+    """PEFT writes none. Earlier versions wrote one under another key, of a part of the weights."""
+    adapter = shutil.copytree(lab / "adapted" / "adapter", tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt", "base": "0123456789abcdef"})
+    assert answers(adapter).equal(answers(lab / "adapted" / "adapter"))
+    assert capsys.readouterr().out.startswith(f"{file} has no hash of all weights of {lab}/hf")
 
 
 def test_the_first_values_are_drawn_on_the_cpu_whatever_device_a_model_is_built_on():

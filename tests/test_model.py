@@ -15,10 +15,10 @@ import transformers
 from tiny import GOLDEN, SMALL, golden, ids, small, tensors
 from torch.testing import assert_close
 
-import convert
 from engine.files import read_json, read_text
 from loss import chunk_loss
 from model import XIELU, Apertus, ApertusConfig
+from weights.config import HF_NAMES, config_from_hf
 
 
 def moved(**changes):
@@ -32,7 +32,7 @@ def moved(**changes):
 
 def shape(model, **rope):
     """The arguments of transformers' config for our model's shape. rope: its RoPE parameters."""
-    named = {theirs: getattr(model.config, ours) for ours, theirs in convert.HF_NAMES.items()}
+    named = {theirs: getattr(model.config, ours) for ours, theirs in HF_NAMES.items()}
     return named | dict(pad_token_id=None, rope_parameters=rope)
 
 
@@ -203,7 +203,7 @@ def test_the_8b_and_the_70b_have_the_published_shape_parameters_and_flops(change
     Section 1.6. FLOPs by hand; with the other half of attention 6.74e24 for the 70B's 15T tokens (section 6). A
     weight costs 2 FLOPs forward, 2 for the gradient of its input, and 2 for its own, which a frozen one lacks.
     """
-    published = convert.config_from_hf(json.loads(read_text(f"{GOLDEN}/published_configs.json"))[0]["config"])
+    published = config_from_hf(json.loads(read_text(f"{GOLDEN}/published_configs.json"))[0]["config"])
     assert ApertusConfig() == replace(published, block_size=4096, rope_theta=5e5, init_std=0.008944)
     with torch.device("meta"):
         model = Apertus(ApertusConfig(**changes))

@@ -17,8 +17,8 @@ from torchgen.model import DispatchKey
 
 from ademamix import build_optimizer
 from generate import KVCache, next_logits, sample_token
-from posttrain.references import sequence_logp
 from posttrain.sft import collate
+from scoring import sequence_logp
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from ademamix import AdEMAMix, param_groups
 from data import StagedDataset, TokenDataset
 from generate import generate, sample_token
 from model import Apertus
+from weights.folders import shape_in
 
 
 @drawn(
@@ -167,7 +168,7 @@ def test_a_run_is_its_formulas(data, tmp_path_factory, stage_end, **how):
     stages = ("a", ("a.jsonl",), 16, 28), ("b", ("b.jsonl", "a.jsonl"), stage_end, 3), ("c", ("none",), 99, 4)
     fixed |= dict(stages=stages, stage="b")
     trained(data, out, *(f"--{name}={value}" for name, value in (how | fixed).items()))
-    oracle = Plain(model=Apertus(convert.shape_in(str(out)), 28))
+    oracle = Plain(model=Apertus(shape_in(str(out)), 28))
     goldfish = s.goldfish_k, s.goldfish_h, "product", s.goldfish_scope
     windows = StagedDataset(data, stages, 32, *goldfish, stage="b")
     sizes, wanted = [], []

@@ -29,10 +29,11 @@ from engine import restore
 from engine.checkpoint import seal_manifest
 from engine.memory import MODES, step_memory
 from engine.recompute import recompute_activations
-from posttrain import lora
 from schedule import Plan
 from studies.kit import read_rows
 from tools import plan as planner
+from train import MAY_CHANGE
+from weights import lora
 
 # ----------------------------------------------------------------------------------------------------------------------
 # resumed runs
@@ -88,7 +89,9 @@ def resumed(first, later, saved, seconds):
     """(step, begin of the decay) with which a run goes on. None: it cannot. saved: (step, samples, begin) of each."""
     step, seen, known = saved[-1]
     begin = begin_of(later)
-    if all(first[name] == later[name] for name in ("total_samples", "decay_samples", "minutes", "schedule")):
+    if any(first[name] != later[name] for name in ("schedule", "warmup_samples")):
+        return None
+    if all(first[name] == later[name] for name in ("total_samples", "decay_samples", "minutes")):
         return step, known
     if first["schedule"] == "wsd" and seen > known:
         is_longer = 60 * later["minutes"] > seconds if later["minutes"] else later["total_samples"] > seen
@@ -120,7 +123,7 @@ def resume_after_each_step(out, seed):
     for s in (first, later):
         if s["schedule"] == "cosine" or stage_end:
             s["minutes"] = 0.0
-    plan, longer = (Plan.from_settings(s, s["minutes"] > 0, stage_end=stage_end) for s in (first, later))
+    plan, longer = (Plan.from_settings(s, stage_end=stage_end) for s in (first, later))
     begins = [begin_of(first)] * 2
     steps = steps_of(first, begins[0], stage_end)
     if request < len(steps):
@@ -143,9 +146,7 @@ def resume_after_each_step(out, seed):
         known_end = wanted and wanted[1] < math.inf
         is_done = finished and known_end and len(steps_of(later, wanted[1], stage_end)) <= wanted[0]
         try:
-            (_, manifest), begin, decayed = restore.find_checkpoint(
-                str(out), later, longer, lambda *data: data[0], None
-            )
+            (_, manifest), begin, decayed = restore.find_checkpoint(str(out), later, MAY_CHANGE, longer, None)
         except ValueError:
             assert not wanted or is_done
         else:
@@ -351,11 +352,15 @@ CHOICES = lists(text("é你ßx ", min_size=1, max_size=8), min_size=2, max_size=
     questions=lists(
         tuples(sampled_from(["Où?", "x x "]), CHOICES, integers(0, 3), integers(0, 3)), min_size=1, max_size=3
     ),
+    template=sampled_from(["{question}\nAnswer: {choice}", "{question}{choice}", "Q: {question} \n{choice}"]),
     baseline=lists(booleans(), min_size=6, max_size=6),
 )
 @torch.no_grad()
-def test_choices_are_scored_as_transformers_scores_them(questions, baseline):
-    """The right choice as it is, its index, its letter. By the sum of log p and by its mean per byte."""
+def test_choices_are_scored_as_transformers_scores_them(questions, template, baseline):
+    """
+    The right choice as it is, its index, its letter. By the sum of log p and by its mean per byte. Question and choice
+    have the ids of one text; white space before a choice is scored.
+    """
     ours, theirs = models()
     read, wanted = [], []
     for prompt, choices, right, form in questions:
@@ -364,17 +369,22 @@ def test_choices_are_scored_as_transformers_scores_them(questions, baseline):
         read.append(evaluate.read_question(dict(question=prompt, choices=choices, answer=answer), ""))
         costs = []
         for choice in choices:
-            before = [words().bos, *words().encode(f"{prompt.rstrip()}\nAnswer:")]
-            row = before + words().encode(f" {choice}")
+            written = {
+                "{question}\nAnswer: {choice}": f"{prompt.rstrip()}\nAnswer: {choice}",
+                "{question}{choice}": f"{prompt}{choice}",
+                "Q: {question} \n{choice}": f"Q: {prompt.rstrip()} \n{choice}",
+            }[template]
+            before = [words().bos, *words().encode(written.removesuffix(choice).rstrip())]
+            row = [words().bos, *words().encode(written)]
             logp = theirs(torch.tensor([row[:-1]])).logits[0].log_softmax(-1)[range(len(row) - 1), row[1:]]
             costs.append(-logp[len(before) - 1 :].sum().item())
         per_byte = [cost / len(choice.encode()) for cost, choice in zip(costs, choices)]
         wanted.append([choices[each.index(min(each))] == choices[right] for each in (costs, per_byte)])
-    hits = evaluate.choice_hits(ours, words(), read)
+    hits = evaluate.choice_hits(ours, words(), read, template)
     assert hits.T.tolist() == wanted
     n = len(wanted)
     others = np.array(baseline[: 2 * n]).reshape(2, n)
-    rows = list(evaluate.choice_scores("x", read, hits, others))
+    rows = list(evaluate.choice_rows("x", read, [hits, others], "other"))
     shares = [sum(row[i] for row in wanted) / n for i in range(2)]
     assert [row["score"] for row in rows[::2]] == approx(shares)
     assert [row["score"] for row in rows[1::2]] == approx(np.array(shares) - others.mean(1))

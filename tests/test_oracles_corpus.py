@@ -12,7 +12,9 @@ from hypothesis.strategies import lists, none, sampled_from, tuples
 from test_oracles_data import number
 
 from corpus.folder import building, publish
-from corpus.robots import AGENTS, has_statements, refusal
+from corpus.reservations import refusal
+from corpus.robots import AGENTS
+from corpus.statements import has_statements
 
 # ----------------------------------------------------------------------------------------------------------------------
 # opt-outs

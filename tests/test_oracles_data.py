@@ -7,7 +7,6 @@ import re
 import shutil
 from collections import Counter
 from itertools import product
-from types import SimpleNamespace
 
 import torch
 from corpora import fill, ledger, put, report, streams, write_form
@@ -28,8 +27,9 @@ import scoring
 from configurator import settings
 from corpus import build
 from engine.files import read_json, write_json
-from posttrain import lora
 from studies import ablate, kit
+from weights import lora
+from weights.write import remove_old_weights
 
 TEXTS = sampled_from([" \n", "one two", "one  two", "Dürfen wir?", "mail a@b.org", "mail c@d.org"]) | integers(
     13, 24
@@ -221,7 +221,7 @@ def test_a_config_has_the_logits_that_transformers_reads_from_it(tmp_path_factor
 def test_an_older_end_leaves_no_weights_and_no_index(tmp_path):
     pieces = "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"
     put(tmp_path, dict.fromkeys([*pieces, "notes.txt", "config.json"], ""))
-    convert.remove_old_weights(tmp_path)
+    remove_old_weights(tmp_path)
     assert {*os.listdir(tmp_path)} == {"notes.txt", "config.json"}
 
 
@@ -232,7 +232,7 @@ def test_adapters_are_merged_in_fp32_and_rounded_once():
         lora.init_lora(model, 1)
         for layer in lora.lora_layers(model).values():
             torch.nn.init.normal_(layer.lora_B.weight, generator=torch.Generator().manual_seed(2))
-        lora.merge(model, dtype)
+        lora.merge_adapters(model, dtype)
         merged.append([layer.weight for layer in model.modules() if hasattr(layer, "in_features")])
     for exact, rounded in zip(*merged, strict=True):
         assert rounded.to(torch.bfloat16).equal(exact.bfloat16())
@@ -259,7 +259,7 @@ def test_a_run_of_a_study_is_named_after_its_settings_its_data_and_its_sources_a
     study, sources = ablate.STUDY | dict(arms=arms), {script: dict(model="1") for script in ablate.SCRIPTS}
 
     def folder(arm="one", lr=0.5, seed=1, **changes):
-        return ablate.plan_run(study | changes, sources, arm, lr, seed)[0]
+        return ablate.plan_run(study | changes, sources, arm, lr, seed).folder
 
     first = folder()
     assert first == folder(arm="same") == folder(question="?", seeds=9, reading="", lrs=[1], out="x", name="y")
@@ -280,14 +280,14 @@ def test_a_run_of_a_study_is_named_after_its_settings_its_data_and_its_sources_a
 def test_a_study_keeps_the_threads_of_the_user_and_a_tenth_of_each_rate(tmp_path, monkeypatch, data):
     monkeypatch.setattr(ablate, "data", data)
     plan = ablate.plan_run(ablate.STUDY | dict(arms=dict(one="")), dict.fromkeys(ablate.SCRIPTS), "one", 0.5, 1)
-    assert "--min_lr=0.05" in plan[1]
+    assert "--min_lr=0.05" in plan.command
     asked = []
 
-    def fail(*args, env, **how):
+    def fail(command, file, env, folder):
         asked.append(env["OMP_NUM_THREADS"])
-        return SimpleNamespace(returncode=1)
+        return 1, 0.0
 
-    monkeypatch.setattr(kit.subprocess, "run", fail)
+    monkeypatch.setattr(kit, "run_process", fail)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     with raises(ValueError, match="ended with code 1"):
         kit.call(f"{tmp_path}/run", f"{tmp_path}/done", "train")

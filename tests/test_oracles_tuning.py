@@ -29,10 +29,12 @@ from transformers.utils import chat_template_utils
 import chat
 import convert
 import tokenizer
+import tokenizer_json
 from corpus import readers
 from data import permute
 from engine.files import write_json
-from posttrain import common, lora, qrpo
+from posttrain import common, qrpo
+from weights import lora
 
 
 def batches(n, batch_size, epochs):
@@ -158,7 +160,7 @@ def test_each_field_of_peft_has_its_logits_or_is_an_error(tmp_path):
                 torch.nn.init.normal_(p)
         theirs.save_pretrained(tmp_path)
         ours = convert.load_hf(f"{GOLDEN}/lora/base")
-        lora.load(ours, str(tmp_path))
+        lora.load_adapter(ours, str(tmp_path))
         accepted.add(field.name)
         assert_close(ours(IDX), theirs.eval()(IDX).logits, rtol=1e-3, atol=1e-3, msg=f"{field.name}={value}")
     assert {"r", "lora_alpha", "use_rslora", "target_modules", "layers_to_transform"} <= accepted
@@ -170,7 +172,7 @@ def test_each_field_of_peft_has_its_logits_or_is_an_error(tmp_path):
 
 @cache
 def in_transformers(folder):
-    for name, content in tokenizer.hf_files(TOK).items():
+    for name, content in tokenizer_json.hf_files(TOK).items():
         write_json(folder / name, content)
     return AutoTokenizer.from_pretrained(folder)
 
@@ -195,7 +197,7 @@ def test_prompts_are_transformers_with_the_date_of_post_training(tmp_path_factor
 @cache
 def vocabulary():
     tok = tokenizer.load("apertus:2048")
-    return tok, Tokenizer.from_str(json.dumps(tokenizer.hf_files(tok)["tokenizer.json"]))
+    return tok, Tokenizer.from_str(json.dumps(tokenizer_json.hf_files(tok)["tokenizer.json"]))
 
 
 @drawn(30, parts=lists(tuples(sampled_from([" ", "\t", "\n", "x", "Éa"]), integers(0, 40)), max_size=5))

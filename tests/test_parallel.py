@@ -3,7 +3,10 @@ engine/parallel.py, sequence.py, recompute.py and train.py on several processes:
 warm process (tests/faults/launch.py). Results of many ranks are compared with those of one process.
 """
 
+import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +26,7 @@ from engine.log import Log
 from engine.plot import entries
 from engine.recompute import recompute_activations
 from model import Apertus, ApertusConfig, Block
-from posttrain import lora
+from weights import lora
 
 # The learning rate is chaotic on purpose: small differences grow, and the text decides how fast. Goldfish with k = 2
 # drops half of the tokens, a different share on each rank. Clipping is off, as it would hide a wrong factor. SwiGLU:
@@ -57,7 +60,7 @@ def alone(train, data):
 @pytest.mark.parametrize(
     "ranks, args",
     [
-        (4, "--parallel=hsdp --hsdp_shard=2 --recompute=selective --sample_every=9"),
+        (4, "--parallel=hsdp --hsdp_shard=2 --micro_batch=2 --recompute=selective --sample_every=9"),
         (4, "--parallel=hsdp --hsdp_shard=2 --recompute=full --sequence_parallel=2 --micro_batch=2"),
     ],
 )
@@ -101,6 +104,89 @@ def test_a_window_over_ranks_has_the_loss_and_all_gradients_of_the_whole_one(lau
     assert codes == [0] * 4, text[-3000:]
 
 
+# A script for two ranks; an AssertionError fails the test.
+GATHERS = """
+import torch
+from tiny import small
+from torch.utils._python_dispatch import TorchDispatchMode
+from engine import sharding
+from engine.parallel import Ranks, distribute, orderly_exit
+
+class Gathers(TorchDispatchMode):
+    number = 0
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.number += "allgather" in str(op)
+        return op(*args, **(kwargs or {}))
+
+with orderly_exit():
+    ranks = Ranks("fsdp")
+    ranks.join("cpu", 60)
+    with torch.device("meta"):
+        model = small(n_layer=3)
+    distribute(model, ranks, "cpu")
+    sharding.draw(model, 1)
+    idx = torch.arange(64).view(2, 32)
+    for _ in range(2):
+        with Gathers() as gathers:
+            model.loss(idx, idx + 1).backward()
+        assert gathers.number == 8, gathers.number
+    ranks.leave()
+"""
+
+
+def test_a_micro_batch_gathers_the_embedding_and_the_head_once_and_each_block_twice(launch, tmp_path):
+    """By hand, for three blocks, in two steps: the head stays gathered until backward, which needs no embedding."""
+    (tmp_path / "gathers.py").write_text(GATHERS)
+    codes, text = launch(2, script=tmp_path / "gathers.py", logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
+
+
+# A script for four ranks; an AssertionError fails the test.
+SAVES = """
+import os, sys
+import safetensors
+import torch
+from engine import checkpoint, restore, sharding
+from engine.parallel import Ranks, distribute, orderly_exit
+from tiny import small
+
+opened, safe_open = [], safetensors.safe_open
+def counted(filename, **how):
+    opened.append(os.path.basename(filename))
+    return safe_open(filename, **how)
+safetensors.safe_open = counted
+
+with orderly_exit():
+    ranks = Ranks("hsdp", shard=2)
+    ranks.join("cpu", 60)
+    with torch.device("meta"):
+        model = small()
+    distribute(model, ranks, "cpu")
+    sharding.draw(model, 1)
+    tensors = checkpoint.tensors_of(model)
+    checkpoint.write(sys.argv[1], 1, tensors, {}, 1, 0, ranks.save_group)
+    path = f"{sys.argv[1]}/step-00000001"
+    files = {name[:11] for name in os.listdir(path) if name.startswith("shard")}
+    assert files == {"shard-00001", "shard-00002"}, files
+    before = [t.to_local().clone() for t in tensors.values()]
+    for p in model.parameters():
+        p.detach().to_local().zero_()
+    opened.clear()
+    restore.load_checkpoint(path, model, group=ranks.save_group)
+    assert all(t.to_local().equal(old) for t, old in zip(tensors.values(), before))
+    own = {f"shard-0000{1 + ranks.rank % 2}"}
+    assert ranks.is_main or {name[:11] for name in opened} == own, opened
+    ranks.leave()
+"""
+
+
+def test_one_copy_of_the_model_writes_a_checkpoint_and_one_rank_opens_all_its_files(launch, tmp_path):
+    """Two copies of two ranks: each rank but the first opens the files that hold its rows."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    codes, text = launch(4, tmp_path / "ckpt", script=tmp_path / "saves.py", logs=tmp_path / "log")
+    assert codes == [0] * 4, text[-2000:]
+
+
 # The launcher's number of processes, the flags, and words of the error.
 REFUSED = [
     (2, "--parallel=none", "2 processes were started and parallel=none is one"),
@@ -109,7 +195,7 @@ REFUSED = [
     (3, "--parallel=fsdp", "micro_batch=4 on each of 3 processes"),
     (4, "--parallel=hsdp --hsdp_shard=3", "hsdp_shard=3 does not divide processes=4: take a"),
     (4, "--parallel=fsdp --sequence_parallel=0", "sequence_parallel=0 does not divide"),
-    (4, "--parallel=fsdp --sequence_parallel=4", "sequence_parallel=4 does not divide n_kv_head=2: take"),
+    (4, "--parallel=fsdp --sequence_parallel=4 --n_kv_head=2", "sequence_parallel=4 does not divide n_kv_head=2: take"),
     (2, "--parallel=fsdp --sequence_parallel=2 --block_size=63", "does not divide block_size=63"),
     (2, "--parallel=fsdp --sequence_parallel=2 --exact", "sums over a split window round differently"),
 ]
@@ -123,42 +209,19 @@ def test_what_cannot_work_is_told_before_any_process_is_met(data, monkeypatch, t
     refused(script("train.py", *arguments(data, tmp_path / "run", args)), says)
 
 
-def test_srun_says_which_rank_a_process_is(monkeypatch):
-    """
-    A job of one process has no ranks; nor has a script that sbatch starts without srun. srun(1): the launch node is
-    where srun runs, which may be a login node. Linux gives ports from 32768 on to connections.
-    """
-    env = dict(
-        word.split("=")
-        for word in """SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_JOB_ID=123456
-        SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=nid[007-008],x[1-2]
-        SLURM_LAUNCH_NODE_IPADDR=login""".split()
-    )
-    monkeypatch.setattr(os, "environ", env)
-    assert parallel.launched() == (5, 8, 1, 4)
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("nid007", str(20000 + 123456 % 12000))
-    ranks, one = parallel.Ranks("hsdp"), parallel.Ranks()
-    assert (ranks.rank, ranks.size, ranks.shard, ranks.is_main) == (5, 8, 4, False)
-    assert (one.rank, one.size) == (0, 1)
-    env["SLURM_NTASKS"] = "1"
-    assert parallel.launched() is None
-
-
 def test_torchruns_restarts_on_several_nodes_want_stores_of_their_own(monkeypatch):
     """Its agents count their restarts apart, so that a prefix by that count would differ."""
-    ranks = parallel.Ranks()
-    ranks.size = 4
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ValueError, match="only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        ranks.store(None)
+        parallel.open_store(several_nodes=True, wait=None)
 
 
 def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     ranks = parallel.Ranks()
     assert [*map(ranks.local_device, ("cuda", "cpu", "mps"))] == ["cuda:0", "cpu", "mps"]
-    ranks.local = 1
+    ranks.local_rank = 1
     with pytest.raises(ValueError, match="process 1 of this node has no GPU of its own: there are 1"):
         ranks.local_device("cuda")
     with pytest.raises(ValueError, match="device=mps is one GPU for one process, without fp64"):
@@ -169,6 +232,38 @@ def test_an_error_of_nccl_is_a_lost_rank_if_it_says_so():
     """nccl.h: ncclRemoteError. All other errors keep their traceback, since their cause is in its later lines."""
     assert parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error")
     assert not parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO")
+
+
+# Each rank writes down that all have met. In the first round the second one dies while the first hangs.
+MEETS = """
+import os, sys, time
+from engine.parallel import Ranks, orderly_exit
+with orderly_exit():
+    ranks = Ranks("ddp")
+    ranks.join("cpu", 20)
+    assert ranks.all_reduce(1) == [2]
+    with open(f"{sys.argv[1]}/met-{ranks.rank}", "a") as file:
+        print("met", file=file)
+    if open(file.name).read() == "met\\n":
+        time.sleep(1)
+        os.kill(os.getpid(), 9 * ranks.rank)
+        time.sleep(100)
+    ranks.leave()
+"""
+
+
+@pytest.mark.slow
+def test_two_nodes_meet_again_after_the_rank_of_one_has_died(tmp_path):
+    """Two agents of torchrun on this machine, of which the second counts no restart."""
+    (tmp_path / "meets.py").write_text(MEETS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        _, port = free.getsockname()
+    command = f"""-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --max-restarts=1 --rdzv_backend=c10d
+        --rdzv_endpoint=localhost:{port} {tmp_path}/meets.py {tmp_path}"""
+    env = dict(PYTHONPATH=ROOT, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", GLOO_SOCKET_IFNAME="lo")
+    agents = [subprocess.Popen([sys.executable, *command.split()], env=os.environ | env) for _ in range(2)]
+    assert [agent.wait(100) for agent in agents] == [0, 0]
+    assert [(tmp_path / f"met-{rank}").read_text() for rank in (0, 1)] == ["met\n" * 2] * 2
 
 
 # A save of the 8B writes 129 GB; torchrun kills 30 seconds after SIGTERM unless --shutdown-timeout says otherwise.
@@ -187,19 +282,22 @@ runpy.run_path("train.py", run_name="__main__")
 def torchrun(tmp_path):
     """torchrun(script, *args): the documented line, on two ranks: its process, and a function that reads its log."""
     [line] = [line for line in Path(ROOT, "docs/scale.md").read_text().splitlines() if "configs/node.py" in line]
-    flags = line.partition("train.py")[0].replace("torchrun", "-m torch.distributed.run").replace("=8", "=2")
+    start_of_line = line.partition("train.py")[0].replace("=8", "=2").replace("out/node", f"{tmp_path}/run")
+    start_of_line = start_of_line.replace(" torchrun ", f" {sys.executable} -m torch.distributed.run ")
     started = []
 
     def start(script, *args):
         with open(tmp_path / "log", "w") as out:
-            command = [sys.executable, *flags.split(), script, *args]
+            command = [*start_of_line.split(), script, *args]
             env = os.environ | dict(PYTHONPATH=ROOT)
-            started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out))
+            how = dict(cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
+            started.append(subprocess.Popen(command, **how))
         return started[-1], (tmp_path / "log").read_text
 
     yield start
     for process in started:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -210,7 +308,7 @@ def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path, torchrun):
     while "10/" not in text():
         assert process.poll() is None, text()
         time.sleep(1)
-    process.terminate()
+    os.killpg(process.pid, signal.SIGTERM)  # and nothing starts it again
     process.wait(90)
     assert "stopped as asked after step" in text(), text()
     [saved] = steps(tmp_path / "run")
@@ -218,23 +316,23 @@ def test_torchrun_waits_for_a_save_of_forty_seconds(data, tmp_path, torchrun):
     assert done.returncode == 0 and steps(tmp_path / "run") == [saved, saved + 1]
 
 
-# The second rank dies in step 9, and after its restart in step 19.
+# The second rank dies in step 9, and once started again in step 19.
 DIES = """
 import os, runpy, signal
 from engine.run import Run
-def steps(self, steps=Run.steps):
-    for step in steps(self):
-        if self.ranks.rank == 1 and step == 9 + 10 * int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield step
-Run.steps = steps
+def begin_step(self, begin_step=Run.begin_step):
+    step = begin_step(self)
+    if self.ranks.rank == 1 and step in (9, 19) and not os.path.exists(f"{self.out}-died-{step}"):
+        open(f"{self.out}-died-{step}", "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step
+Run.begin_step = begin_step
 runpy.run_path("train.py", run_name="__main__")
 """
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_has_died(data, tmp_path, torchrun):
-    """Twice, and the run ends as if undisturbed."""
+def test_a_run_whose_rank_has_died_twice_ends_as_if_undisturbed(data, tmp_path, torchrun):
     how = "--exact --micro_batch=2 --total_samples=200"
     (tmp_path / "dies.py").write_text(DIES)
     train = arguments(data, tmp_path / "run", f"{how} --parallel=fsdp --resume")

@@ -116,7 +116,7 @@ def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
 
 @pytest.mark.parametrize("flags, window", [("", 512), ("--block_size=64", 64), ("--block_size=64 --max_length=32", 32)])
 def test_the_window_is_that_of_the_start_model_unless_the_user_sets_it(monkeypatch, flags, window):
-    monkeypatch.setattr(plan.convert, "shape_of", lambda name: ApertusConfig(block_size=512))
+    monkeypatch.setattr(plan.folders, "shape_of", lambda name: ApertusConfig(block_size=512))
     _, config = plan.read_command(f"--init_from=out/run {flags}")
     assert config.block_size == window
 

@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from conftest import ROOT
 from corpora import BYTE, fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
@@ -43,6 +44,7 @@ ODD = r"""
 {"id": 0, "text": "A text of nobody.", "lang": 0, "license": ""}
 {"id": "mail", "text": "Write to eva@example.org or bob@example.org. They know."}
 """
+BAN = "User-agent: *\nDisallow: /"
 FILES = {
     "in/a.jsonl": ODD,
     "in/bad.txt": b"Gr\xfcezi",
@@ -172,7 +174,7 @@ def test_the_default_corpus_is_code_under_its_licence_split_by_a_hash_of_the_ids
     names = [f"m{i}.py" for i in range(20)]
     put(tmp_path / "lib", {name: f"# {name}: ask ann@example.org" for name in names})
     put(tmp_path / "lib", {"test/a.py": "", "pkg/encodings/b.py": "", "c.txt": "", "bad.py": b"\xff"})
-    monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
     assert "opt-outs" not in fill(tmp_path / "out", "--val_share=0.3")
     found = {row["id"]: row for row in ledger(tmp_path / "out")}
     assert found.keys() == {*names, "bad.py"}
@@ -184,12 +186,16 @@ def test_the_default_corpus_is_code_under_its_licence_split_by_a_hash_of_the_ids
 
 def test_files_of_the_user_go_to_a_folder_of_their_own(monkeypatch):
     """Not to data/stdlib, unless the user says so."""
-    assert prepare.configuration([]).out == "data/stdlib"
+
+    def out(requested):
+        return build.configuration(settings(vars(prepare)), requested).out
+
+    assert out([]) == "data/stdlib"
     monkeypatch.setattr(prepare, "paths", ["texts/"])
-    assert prepare.configuration(["tokenizer"]).out == "data/mine"
-    assert prepare.configuration(["out"]).out == "data/stdlib"
+    assert out(["tokenizer"]) == "data/mine"
+    assert out(["out"]) == "data/stdlib"
     monkeypatch.setattr(prepare, "remove", "list")
-    assert prepare.configuration([]).out == "data/stdlib"
+    assert out([]) == "data/stdlib"
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
@@ -201,6 +207,89 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch)
 
     monkeypatch.setattr(stages, "write_tokens", changing)
     refuse("has changed", "--tokenizer=byte", file, f"--out={tmp_path}/out")
+
+
+@pytest.mark.parametrize("setting", ["robots", "reservations", "blocked"])
+def test_a_store_that_is_replaced_while_it_is_read_is_an_error(tmp_path, monkeypatch, setting):
+    """Its sha256 in the report would be that of a file that was not used."""
+    row = dict(
+        domain="a.org", **dict(robots=dict(content=""), reservations=dict(file="ai.txt", content="")).get(setting, {})
+    )
+    store = write_lines(tmp_path / "store.jsonl", [row])
+
+    def changing(*args):
+        write_lines(store, [row | dict(domain="b.org")])
+        return folder.write_tokens(*args)
+
+    monkeypatch.setattr(stages, "write_tokens", changing)
+    how = write_lines(tmp_path / "in.jsonl", rows(9)), f"--{setting}={store}", f"--out={tmp_path}/out"
+    refuse(f"--{setting}={store} has changed while it was read", "--tokenizer=byte", *how)
+
+
+# A row of headers and <meta> in a parquet, in each of the forms that pyarrow has for them; {} says nothing.
+SHAPES = [
+    ("headers", pyarrow.list_(pyarrow.struct([("name", "string"), ("value", "string")])), [("X-Robots-Tag", "noai")]),
+    ("headers", pyarrow.list_(pyarrow.struct([("key", "binary"), ("value", "binary")])), [(b"x-robots-tag", b"noai")]),
+    ("headers", pyarrow.map_("string", "string"), [("X-Robots-Tag", "noai")]),
+    ("headers", pyarrow.binary(), b"HTTP/1.1 200 OK\r\nX-Robots-Tag: noai\r\n"),
+    ("Response-Headers", pyarrow.string(), '{"x-robots-tag": ["noai"]}'),
+    ("metas", pyarrow.list_(pyarrow.struct([("name", "string"), ("content", "string")])), [("robots", "noai")]),
+    ("metas", pyarrow.string(), '[["robots", "noai"]]'),
+    ("X-Robots-Tag", pyarrow.string(), "noai"),
+    ("X-Robots-Tag", pyarrow.binary(), b"noai"),
+    ("x_robots_tag", pyarrow.list_(pyarrow.string()), ["noindex", "noai"]),
+    ("headers", pyarrow.string(), "{'X-Robots-Tag': 'noai'}"),
+]
+
+
+def test_headers_and_meta_of_a_parquet_are_read_or_counted_as_unread(tmp_path):
+    """The last shape, a dict as Python prints it, is not read. URLs may be bytes too."""
+    for n, (name, kind, value) in enumerate(SHAPES):
+        table = {"text": [text(n), text(99)], "url": [f"https://a.org/{n}".encode(), b"https://b.org/"]}
+        kinds = [("text", "string"), ("url", "binary"), (name, kind)]
+        columns = pyarrow.table(table | {name: pyarrow.array([value, None], kind)}, pyarrow.schema(kinds))
+        (tmp_path / "in" / str(n)).mkdir(parents=True)
+        pyarrow.parquet.write_table(columns, tmp_path / "in" / str(n) / f"{n}.parquet")
+    robots = write_lines(tmp_path / "robots.jsonl", [dict(domain=host, content="") for host in ("a.org", "b.org")])
+    fill(tmp_path / "out", tmp_path / "in", f"--robots={robots}")
+    reasons = {row["id"]: row["reason"] for row in ledger(tmp_path / "out") if row["url"].startswith("https://a.org")}
+    assert len(reasons) == len(SHAPES) and [*reasons.values()].count("noai") == len(SHAPES) - 1
+    counts = report(tmp_path / "out")["robots"]
+    assert counts["statements"] == len(SHAPES) - 1
+    assert counts["marks"]["unread"] == dict(documents=1, hosts=["a.org"])
+    assert "1 document of 1 host: headers or <meta> that cannot be read" in fill(
+        tmp_path / "out", tmp_path / "in", f"--robots={robots}", "--missing=deny"
+    )
+    assert report(tmp_path / "out")["total"]["removed"]["unread"][0] == 1
+
+
+def test_the_report_names_hosts_with_several_files_and_what_only_an_older_one_refuses(tmp_path):
+    """And a folder of a store names the files that it has not read."""
+    rows = [
+        dict(text=text(n), url=f"https://{host}/{n}")
+        for n, host in enumerate(["a.org", "a.org", "b.org", "c.org:8443"])
+    ]
+    dated = [dict(domain="a.org", date=f"2026-0{n}-01", content=content) for n, content in ((9, ""), (7, BAN))]
+    write_lines(put(tmp_path, {"store/notes.md": ""}) / "store" / "s.jsonl", [*dated, dict(domain="b.org", content="")])
+    write_lines(tmp_path / "store" / "t.jsonl", [dict(domain="c.org", content="License: https://l.org/l.xml")])
+    how = write_lines(tmp_path / "in.jsonl", rows), f"--robots={tmp_path}/store"
+    shown = fill(tmp_path / "any", *how)
+    assert "--robots: not read: 1 (.md), such as notes.md" in shown
+    assert "1 host with different files in a store: any of them may refuse" in shown
+    assert "2 documents of 1 host: refused by an older file of the host alone" in shown
+    counts = report(tmp_path / "any")["robots"]
+    assert counts["marks"]["older"] == dict(documents=2, hosts=["a.org"])
+    # The file of c.org says nothing of its port 8443.
+    assert counts["hosts"]["unknown"] == 1
+    assert len(kept(tmp_path / "any")) == 2
+    fill(tmp_path / "last", *how, "--snapshots=last")
+    assert len(kept(tmp_path / "last")) == 4
+
+
+def test_rows_without_the_key_of_their_licence_are_removed_where_licences_are_chosen(tmp_path):
+    licensed = [dict(text=text(0), license="cc0"), dict(text=text(1), license="CC0"), dict(text=text(2))]
+    fill(tmp_path / "out", write_lines(tmp_path / "in.jsonl", licensed), "--keep_licenses=cc0")
+    assert [row["reason"] for row in ledger(tmp_path / "out")] == ["", "", "license"]
 
 
 def test_a_single_document_is_for_training_and_two_are_not(tmp_path):
@@ -271,7 +360,7 @@ def test_documents_without_a_url_and_files_in_another_encoding_are_counted(tmp_p
     how = tmp_path / "in", f"--robots={robots}", "--url_field=link", "--encoding=latin-1"
     printed = fill(tmp_path / "out", *how)
     page = (tmp_path / "out" / "report.md").read_text()
-    consulted = "robots.txt of 1 of 1 host; tdmrep.json and ai.txt not consulted (--reservations)"
+    consulted = "robots.txt of 1 of 1 host; tdmrep.json, ai.txt and license.xml not consulted (--reservations)"
     for says in (
         consulted,
         "4 documents have no URL: not checked",

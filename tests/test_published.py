@@ -24,9 +24,15 @@ from torch.testing import assert_close
 
 import convert
 import tokenizer
+import tokenizer_json
 from chat import CHAT, render, stop_ids
 from engine.files import read_json, read_text
 from model import rope_frequencies
+from tokenizer import Tokenizer
+from tokenizer_json import ENDS, EXACT, RESERVED, SETTINGS, hf_files
+from vocabulary import NAMED, SPECIAL, Vocabulary, padded, tekken
+from weights.config import HF_NAMES, config_from_hf, config_to_hf
+from weights.folders import folder_of, shape_of, start_of
 
 NAME = "swiss-ai/Apertus-8B-Instruct-2509"
 MINI = "swiss-ai/Apertus-v1.1-0.5B-Instruct"
@@ -59,20 +65,20 @@ def as_4_read(hf):
 def test_every_config_is_read_as_transformers_reads_it_or_refused_by_name(case):
     if case["refused"]:
         with pytest.raises(ValueError, match=f"^(?=[^\n]{{,400}}$).*{case['refused']}"):
-            convert.config_from_hf(case["config"])
+            config_from_hf(case["config"])
         return
-    ours = convert.config_from_hf(case["config"])
+    ours = config_from_hf(case["config"])
     # Of Apertus 1.5 compare the text part, with one id for each row of its head: that is an Apertus.
     hf = dict(case["config"].get("text_config", case["config"]))
     hf["vocab_size"] = hf.get("output_vocab_size", hf.get("vocab_size", 131072))
     theirs = transformers.ApertusConfig(**as_4_read(hf))
-    for mine, name in convert.HF_NAMES.items():
+    for mine, name in HF_NAMES.items():
         assert getattr(ours, mine) == getattr(theirs, name) or name not in hf, name
     assert ours.n_kv_head == theirs.num_key_value_heads
     rope = transformers.models.apertus.modeling_apertus.ApertusRotaryEmbedding(theirs)
     assert_close(rope_frequencies(ours), rope.inv_freq, rtol=1e-6, atol=0)
-    exported = convert.config_to_hf(ours)
-    assert convert.config_from_hf(exported) == ours
+    exported = config_to_hf(ours)
+    assert config_from_hf(exported) == ours
     assert exported["rope_parameters"]["rope_type"] == theirs.rope_parameters["rope_type"]
 
 
@@ -98,9 +104,9 @@ def in_fp32(model):
 
 def tokens(names):
     """The tokenizer's files: control tokens, special except for LaTeX's, and then the first 456 pieces."""
-    files = tokenizer.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], names, in_text=()))
+    files = hf_files(Tokenizer(Vocabulary("tiny", tekken()[:456], names, in_text=())))
     for token in files["tokenizer.json"]["added_tokens"]:
-        token["special"] = token["content"] not in tokenizer.NAMED[14:18]
+        token["special"] = token["content"] not in NAMED[14:18]
     return files
 
 
@@ -110,7 +116,7 @@ def write(folder, config, files, eos, template):
         str(token["id"]): {key: value for key, value in token.items() if key != "id"}
         for token in files["tokenizer.json"]["added_tokens"]
     }
-    settings = tokenizer.SETTINGS | tokenizer.ENDS | dict(eos_token=eos, added_tokens_decoder=decoder)
+    settings = SETTINGS | ENDS | dict(eos_token=eos, added_tokens_decoder=decoder)
     contents = {"config.json": config, "tokenizer.json": files["tokenizer.json"], "tokenizer_config.json": settings}
     for file, content in contents.items():
         (folder / file).write_text(json.dumps(content, ensure_ascii=False))
@@ -122,7 +128,7 @@ def as_published(folder):
     config = CONFIGS[0]["config"] | SIZES
     model = weights(config)
     model.save_pretrained(folder, max_shard_size="100KB")
-    write(folder, config, tokens(tokenizer.SPECIAL), "<|assistant_end|>", read_text(f"{ROOT}/chat_template.jinja"))
+    write(folder, config, tokens(SPECIAL), "<|assistant_end|>", read_text(f"{ROOT}/chat_template.jinja"))
     return in_fp32(model)
 
 
@@ -135,7 +141,7 @@ def as_mini(folder):
     config = config_of("swiss-ai/Apertus-v1.1-0.5B") | SIZES
     model = weights(config)
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-    write(folder, config, tokens(tokenizer.padded(NEMO, 1000)), "<SPECIAL_68>", str(tokenizer.RESERVED))
+    write(folder, config, tokens(padded(NEMO, 1000)), "<SPECIAL_68>", str(RESERVED))
     return in_fp32(model)
 
 
@@ -169,7 +175,7 @@ def as_omni(folder):
     torch.manual_seed(0)
     transformers.Apertus1p5ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
     model = transformers.Apertus1p5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    files = tokens({RENAMED.get(i, name): i for name, i in tokenizer.SPECIAL.items()})
+    files = tokens({RENAMED.get(i, name): i for name, i in SPECIAL.items()})
     own = files["tokenizer.json"]
     own["normalizer"] = json.loads(NORMALIZER)
     own["added_tokens"] = [token for token in own["added_tokens"] if token["id"] not in (69, 70)]
@@ -177,7 +183,7 @@ def as_omni(folder):
         token.update(special=False, normalized=True)
     for i in range(MEDIA):
         media = dict(id=TEXT + i, content=f"<|visual token {i}|>", normalized=False, special=True)
-        own["added_tokens"].append(tokenizer.EXACT | media)
+        own["added_tokens"].append(EXACT | media)
     write(folder, read_json(folder / "config.json"), files, "</s>", "{{ '<|tool_output_start|>' }}")
     return model
 
@@ -206,7 +212,7 @@ def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path,
     assert_close((model(idx), again(idx).logits), (wanted, wanted), rtol=1e-5, atol=1e-5)
     kept = tokenizer.load_for(str(tmp_path))
     assert (kept.hash, kept.system) == (tok.hash, tok.system)
-    theirs = transformers.AutoTokenizer.from_pretrained(convert.folder_of(name))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder_of(name))
     assert (tok.bos, tok.eos, tok.pad) == ends == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
     for text in ("Grüezi mitenand, 你好! x = f(1)\n", "mail <email-pii> \\begin{align}", "   "):
         assert tok.encode(text) == theirs.encode(text, add_special_tokens=False)
@@ -231,7 +237,7 @@ def test_conversations_of_a_mini_and_of_1_5_are_those_of_ollamas_tests(hub, name
         f"<s><SPECIAL_61>{system}<SPECIAL_62><SPECIAL_63>Deliberation: disabled\nTool Capabilities: disabled"
         "<SPECIAL_64><SPECIAL_65>Hello<SPECIAL_66><SPECIAL_67>"
     )
-    theirs = transformers.AutoTokenizer.from_pretrained(convert.folder_of(name))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder_of(name))
     for i, control in enumerate(CHAT, 61) if name == OMNI else ():
         text = text.replace(f"<SPECIAL_{i}>", control)
     assert found == theirs.encode(text, add_special_tokens=False)
@@ -239,7 +245,7 @@ def test_conversations_of_a_mini_and_of_1_5_are_those_of_ollamas_tests(hub, name
 
 def test_of_apertus_1_5_thoughts_are_32_and_33_names_stay_text_and_tools_and_media_are_left_out(hub):
     """In 1.0 thoughts are 69 and 70. Tool calls are an error, because 1.5 has another format for them."""
-    tok = tokenizer.load_for(convert.folder_of(OMNI))
+    tok = tokenizer.load_for(folder_of(OMNI))
     assert tok.decode(tok.encode("a <think> b <answer>")) == "a <think> b <answer>"
     assert [tok.special.get(name) for name in ("<think>", "<|visual token 0|>")] == [69, None]
     assert stop_ids(tok) == {2, 68, 72}
@@ -257,18 +263,18 @@ def test_of_apertus_1_5_thoughts_are_32_and_33_names_stay_text_and_tools_and_med
 
 
 def test_safetensors_json_and_the_template_are_downloaded_and_nothing_else(hub, monkeypatch):
-    folder, asked = convert.folder_of(NAME), []
+    folder, asked = folder_of(NAME), []
     download = lambda name, allow_patterns: asked.append(allow_patterns) or folder  # noqa: E731
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert convert.shape_of("some/body") == convert.start_of("some/body")[0]
+    assert shape_of("some/body") == start_of("some/body")[0]
     assert asked == [["config.json"], ["*.safetensors", "*.json", "chat_template.jinja"]]
 
 
 def test_a_chat_template_is_known_by_its_tokens_or_its_hash_and_another_one_is_refused(hub, tmp_path, monkeypatch):
-    folder = str(shutil.copytree(convert.folder_of(NAME), tmp_path / "other"))
+    folder = str(shutil.copytree(folder_of(NAME), tmp_path / "other"))
     (tmp_path / "other" / "chat_template.jinja").write_text("another")
     with pytest.raises(ValueError, match="a chat template that is not Apertus'"):
         tokenizer.load_for(folder).check_chat()
     known = hashlib.sha256(b"another").hexdigest(), CHAT, "system"
-    monkeypatch.setattr(tokenizer, "FORMATS", [known])
+    monkeypatch.setattr(tokenizer_json, "FORMATS", [known])
     assert tokenizer.load_for(folder).system == "system"

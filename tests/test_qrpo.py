@@ -12,7 +12,7 @@ from conftest import ROOT, refused, script
 from lab import ADAPTERS, aligning, run
 from oracle import Plain
 from scipy import integrate
-from test_sft import SYSTEM, TOK, assistant, chat_row, user
+from test_sft import NO_TEXT, SYSTEM, TOK, assistant, chat_row, user
 from tiny import write_rows
 from trained import log
 
@@ -21,7 +21,7 @@ import convert
 from configurator import settings as settings_in
 from corpus import readers
 from engine.files import read_json
-from posttrain import common, losses, qrpo, references
+from posttrain import common, losses, pairs, qrpo, references, rewards
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/preference_losses.json")
 END = TOK.special["<|assistant_end|>"]
@@ -151,11 +151,11 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, large_eps, ki
         --loss={kind} --beta={b} --gamma=0.3 --ties={ties} --optimizer={optimizer} --grad_clip={clip}
         --lr=1e-2 --weight_decay=0.1 --warmup=0.5 --epochs=1 --betas=(0.9,0.999,0.99)"""
     plain = Plain(lab / "sft")
-    pairs = [pair_of(plain, row, norm, ties) for row in readers.records(COUPLES)]
+    couples = [pair_of(plain, row, norm, ties) for row in readers.records(COUPLES)]
     done = run(*aligning(lab, tmp_path / "run", *how.split()))
     assert ("warning: 44% of the references" in done.stdout) == (kind == "qrpo" and norm)
     for step, found in enumerate(log(tmp_path / "run")):
-        batch = [pairs[k] for k in common.item_indices(step, 3, 4, 1, 28)]
+        batch = [couples[k] for k in common.item_indices(step, 3, 4, 1, 28)]
         r, ref, target, beta, size = (torch.stack([getattr(p, name) for p in batch]) for name in FIXED)
         logp = torch.stack([p.logp() for p in batch])
         ratio = logp - ref
@@ -182,8 +182,90 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, large_eps, ki
     assert plain.distance(convert.load_any(str(tmp_path / "run"))[0]) < 1e-3
 
 
+def test_given_pairs_are_learnt_as_the_same_pairs_with_rewards_and_no_reward_is_in_the_log(lab, tmp_path):
+    """Without rewards of references, which the other run needs."""
+    given = []
+    for row in readers.records(COUPLES):
+        rejected, chosen = (text for _, text in sorted(zip(row["rewards"], row["completions"])))
+        given.append(dict(messages=row["messages"], chosen=chosen, rejected=rejected))
+    write_rows(tmp_path / "given.jsonl", [*given, given[0] | dict(chosen=5)])
+    how = "--rewards= --loss=dpo --beta=5 --batch_size=3 --lr=1e-2".split()
+    rated = align(lab, tmp_path / "rated", *how, f"--data={COUPLES}", "--n_refs=4")
+    found = align(lab, tmp_path / "given", *how, f"--data={tmp_path}/given.jsonl")
+    for ours, theirs in zip(found, rated, strict=True):
+        assert all(ours[name] == theirs[name] for name in ("loss", "margin", "kl", "grad_norm", "tokens"))
+    assert rated[0].keys() - found[0].keys() == {"target", "correlation", "reward", "reward_policy"}
+    assert found[0]["loss"] == pytest.approx(math.log(2)) and found[-1]["margin"] > 0
+    states = [convert.load_any(str(tmp_path / name))[0].state_dict() for name in ("given", "rated")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
 # -----------------------------------------------------------------------------
 # from prompts to pairs
+
+
+QUESTION, BETTER, WORSE = user("The sky is"), assistant(" blue."), assistant(" green.")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        dict(prompt="The sky is", chosen=" blue.", rejected=" green."),
+        dict(chosen="The sky is blue.", rejected="The sky is green."),
+        dict(prompt=[QUESTION], chosen=[BETTER], rejected=[WORSE]),
+        dict(chosen=[QUESTION, BETTER], rejected=[QUESTION, WORSE]),
+        dict(messages=[QUESTION], chosen=" blue.", rejected=" green."),
+        dict(
+            prompt="The sky is",
+            messages=[QUESTION, BETTER],
+            chosen=[QUESTION, BETTER],
+            rejected=[QUESTION, WORSE],
+            score_chosen=9.0,
+        ),
+    ],
+)
+def test_a_pair_is_read_in_each_form_of_trl_and_of_the_hub(tmp_path, row):
+    """Explicit and implicit, as texts and messages: the examples of TRL's page on formats; and ultrafeedback's rows."""
+    write_rows(tmp_path / "pairs.jsonl", [row])
+    settings = settings_in(vars(qrpo)) | dict(data=f"{tmp_path}/pairs.jsonl", loss="dpo")
+    [found], dropped = pairs.read_data(TOK, settings)
+    assert found.ids == TOK.chat([QUESTION], add_generation_prompt=True, date=chat.DATE) and not dropped
+    assert found.given == [[*TOK.encode(text), END] for text in (" blue.", " green.")]
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(chosen=[BETTER], rejected=[BETTER]), "chosen and rejected are equal or missing"),
+        (dict(chosen=[BETTER, user("why?"), WORSE]), "chosen: want one answer of the assistant after the prompt"),
+        (dict(rejected=[assistant(5)]), f"rejected: {NO_TEXT}"),
+        (dict(prompt="else", chosen=[QUESTION, BETTER], rejected=[QUESTION, WORSE]), "prompt: another than that with"),
+        (dict(prompt=[QUESTION, BETTER]), "its last message is not the user's"),
+        (dict(chosen=[user("why?"), BETTER], rejected=[user("how?"), WORSE]), "prompt: another than"),
+        (dict(prompt=5), "prompt: want a text or a list of messages"),
+    ],
+)
+def test_what_is_no_pair_is_left_out_for_a_reason(changes, reason):
+    row = dict(prompt=[QUESTION], chosen=[BETTER], rejected=[WORSE])
+    assert pairs.pair_ids(TOK, row | changes).startswith(reason)
+
+
+def test_thoughts_of_one_answer_open_the_deliberation_of_both():
+    row = dict(prompt=[QUESTION], chosen=[BETTER | dict(reasoning="blue?")], rejected=[WORSE])
+    prompt, chosen, _ = pairs.pair_ids(TOK, row)
+    assert prompt == TOK.chat([QUESTION], None, True, True, chat.DATE)
+    assert chosen[:1] == [TOK.special["<|inner_prefix|>"]]
+
+
+def test_a_prompt_alone_is_the_same_as_messages_and_so_is_its_reward(tmp_path):
+    (tmp_path / "r.py").write_text("def reward(prompt, completion):\n    return prompt + completion\n")
+    write_rows(tmp_path / "data.jsonl", [dict(prompt="a"), dict(prompt=[user("a")]), chat_row(user("a"))])
+    settings = settings_in(vars(qrpo)) | dict(data=f"{tmp_path}/data.jsonl", rewards=f"{tmp_path}/r.py")
+    prompts, _ = pairs.read_data(TOK, settings)
+    score = rewards.load_reward(settings["rewards"], "cpu")
+    assert [score(prompt.row, ["b"]) for prompt in prompts] == [["ab"]] * 3
+    assert len({tuple(prompt.ids) for prompt in prompts}) == 1
+    assert pairs.count_repeated(prompts) == ["2 of 3 prompts repeat another"]
 
 
 def test_references_on_disk_are_six_of_each_prompt_and_begin_behind_it(lab):
@@ -259,7 +341,7 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path):
     good = chat_row(question) | dict(system="s")
     reasons = {
         "completions that are not a list of texts": good | dict(completions="no list"),
-        chat.ODD: chat_row(user(5)),
+        NO_TEXT: chat_row(user(5)),
         "its last message is not the user's": chat_row(user("a"), assistant("x")),
     }
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
@@ -302,7 +384,19 @@ def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want
     (tmp_path / "r.py").write_text(f"def {signature}:\n    return {body}\n")
     parts = [dict(type="text", text=part) for part in ("sec", "ond")]
     row = chat_row(user("first"), assistant("x"), user(parts), gold=7)
-    assert list(references.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
+    assert list(rewards.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
+
+
+def test_a_reward_imports_the_modules_beside_it_but_none_with_a_name_of_ours(tmp_path):
+    (tmp_path / "length_of_it.py").write_text("def length(text): return len(text)")
+    (tmp_path / "model.py").write_text("def length(text): return -1")
+    for name in "length_of_it", "model":
+        (tmp_path / f"{name}_r.py").write_text(
+            f"def reward(prompt, completion):\n    from {name} import length\n    return length(completion)"
+        )
+    assert rewards.load_reward(f"{tmp_path}/length_of_it_r.py", "cpu")(chat_row(user("q")), ["yes", "a"]) == [3, 1]
+    with pytest.raises(ValueError, match="it would import model.py of this project"):
+        rewards.load_reward(f"{tmp_path}/model_r.py", "cpu")
 
 
 def test_another_reward_and_equal_ones_are_errors(lab, tmp_path):

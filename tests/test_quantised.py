@@ -1,5 +1,5 @@
 """
-posttrain/quantised.py against bitsandbytes (golden values: packed bytes, maxima, decoded weights), dense products, and
+weights/quantised.py against bitsandbytes (golden values: packed bytes, maxima, decoded weights), dense products, and
 the tensors that torch.compile keeps for the backward pass.
 """
 
@@ -10,8 +10,8 @@ from tiny import small, tensors
 from torch.testing import assert_close
 
 import convert
-from posttrain import lora
-from posttrain.quantised import CODE, Quantised, dense, quantise, to_nf4
+from weights import lora
+from weights.quantised import CODE, Quantised, decode, quantise_blocks, to_nf4
 
 # bitsandbytes 0.50.2, quantize_4bit(w, blocksize=64, quant_type="nf4") of w (200, 128), without and with double
 # quantisation.
@@ -39,8 +39,8 @@ def test_nf4_is_bitsandbytes_bit_for_bit_and_its_maxima_are_ten_times_as_precise
     assert CODE.equal(BITSANDBYTES["code"])
     assert q.flatten().equal(BITSANDBYTES["packed"].flatten())
     assert halves.equal(maxima.half())
-    assert dense(q, maxima, w.shape, torch.float32).equal(decoded)
-    assert 10 * relative(Quantised(w, "nf4").dense(), decoded) < relative(BITSANDBYTES["double_decoded"], decoded)
+    assert decode(q, maxima, w.shape, torch.float32).equal(decoded)
+    assert 10 * relative(Quantised(w, "nf4").decoded(), decoded) < relative(BITSANDBYTES["double_decoded"], decoded)
 
 
 @pytest.mark.parametrize("base, error, bits", [("int8", 0.0087, 8 + 32 / 4096), ("nf4", 0.092, 4 + 16 / 64)])
@@ -49,8 +49,8 @@ def test_error_and_bits_of_gaussian_weights_are_those_of_the_formats(base, error
     w = gaussian(512, 4096)
     w[3] = 0
     layer = Quantised(w, base)
-    assert relative(layer.dense(), w) == pytest.approx(error, rel=0.03)
-    assert not layer.dense()[3].any()
+    assert relative(layer.decoded(), w) == pytest.approx(error, rel=0.03)
+    assert not layer.decoded()[3].any()
     stored = sum(part.nbytes for part in layer.buffers()) * 8 / w.numel()
     assert stored == pytest.approx(bits, rel=1e-4)
 
@@ -59,7 +59,7 @@ def test_error_and_bits_of_gaussian_weights_are_those_of_the_formats(base, error
 def test_value_and_gradient_are_those_of_the_dense_matrix_which_no_compiled_layer_keeps(base):
     layer = Quantised(gaussian(256, 128), base)
     x = gaussian(3, 16, 128, seed=1).requires_grad_()
-    want = F.linear(x.relu(), layer.dense()).square()
+    want = F.linear(x.relu(), layer.decoded()).square()
     exact = torch.autograd.grad(want.sum(), x)
 
     def f(x):
@@ -80,12 +80,12 @@ def test_a_few_rows_in_bf16_are_multiplied_in_8_bits(rows, K):
     x = gaussian(rows, K, seed=1).bfloat16()
     found = layer(x)
     assert found.dtype == torch.bfloat16
-    assert relative(found.float(), F.linear(x.float(), layer.dense())) < 2**-7
+    assert relative(found.float(), F.linear(x.float(), layer.decoded())) < 2**-7
 
 
 @both
 def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
-    model, few = wide(), quantise(wide(), base)
+    model, few = wide(), quantise_blocks(wide(), base)
     with pytest.raises(ValueError):
         convert.save_hf(few, "/proc/few")
     parameters, kept = (dict(m.named_parameters()) for m in (model, few))
@@ -96,12 +96,12 @@ def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
 
 
 def test_an_adapter_on_nf4_trains_and_merges_into_its_decoded_matrix():
-    model = lora.add_lora(quantise(wide(), "nf4"), dict(r=4, lora_alpha=8, target_modules=lora.MATRICES))
+    model = lora.add_lora(quantise_blocks(wide(), "nf4"), dict(r=4, lora_alpha=8, target_modules=lora.MATRICES))
     lora.init_lora(model, 1)
     model.loss(IDX, IDX).backward()
     for layer in lora.lora_layers(model).values():
         assert layer.lora_B.weight.grad.any()
         torch.nn.init.normal_(layer.lora_B.weight, std=0.1)
     adapted = model(IDX)
-    lora.merge(model)
+    lora.merge_adapters(model)
     assert_close(model(IDX), adapted, rtol=1e-4, atol=1e-5)

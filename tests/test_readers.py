@@ -144,6 +144,18 @@ def test_a_row_that_cannot_be_read_is_counted_and_the_others_keep_their_ids(tmp_
     assert len(check(dict(name=name, path=f"{tmp_path}/{name}"))["parts"]) == 1
 
 
+def test_columns_of_bytes_are_text_and_columns_that_are_asked_for_may_be_in_upper_case(tmp_path):
+    """A text that is not UTF-8 is counted, as in other files."""
+    columns = {"text": ["Grüezi".encode(), b"Gr\xfcezi"], "id": [b"a", b"b"], "license": [b"cc0", None]}
+    columns |= {"X-Robots-Tag": [b"noai", None], "other": [b"x", b"y"]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    file = check(dict(name="a", path=str(tmp_path / "a.parquet")))
+    one, two = documents(file, file["parts"][0], columns=("x_robots_tag",))
+    assert (one["id"], one["text"], one["license"], one["X-Robots-Tag"]) == ("a:a", "Grüezi", "cc0", "noai")
+    assert two["text"] is None and two["problem"] == readers.NOT_UTF8
+    assert "other" not in one
+
+
 def test_an_encoding_is_asked_for_and_code_and_fineweb_name_the_language(tmp_path):
     path = tmp_path / "a.py"
     path.write_bytes("élève\x85".encode("latin-1"))

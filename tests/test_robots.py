@@ -3,24 +3,18 @@
 import gzip
 import json
 import os
+import re
 
 import pytest
 from conftest import ROOT, script, table
 from corpora import put, write_lines
 
-from corpus.robots import (
-    AGENTS,
-    FILES,
-    blocked_domains,
-    host_key,
-    may_train_on,
-    open_reservations,
-    open_robots,
-    refusal,
-    reservation,
-    verdict,
-)
+from corpus.reservations import judge_document, refusal, reservation
+from corpus.robots import AGENTS, agents_of, may_train_on, verdict
+from corpus.stores import FILES, blocked_domains, open_reservations, open_robots
+from corpus.urls import host_key
 
+AI_ROBOTS = os.path.join(ROOT, "..", "shared", "data", "ai_robots.json")
 ROBOTS_2019 = os.path.join(ROOT, "..", "shared", "data", "robots_2019_top10k.jsonl.gz")
 
 
@@ -141,8 +135,9 @@ def test_hostile_rules_and_urls_take_linear_time():
     assert may_train_on("https://a.org/", spaces + "\n" + spaces) == (True, "allowed")
     assert not reservation(
         dict(
-            x_robots_tag=f"{spaces}noai{spaces}x",
-            content_usage=f"train-ai={spaces}n",
+            x_robots_tag=f"{spaces}noindex{spaces}x",
+            content_usage=f"train-ai={spaces}y",
+            link=f"<{spaces}>;{spaces}rel" * 9,
             url=f"//{''.join(map(chr, range(0x4E00, 0x9E00)))}",
         )
     )
@@ -206,8 +201,9 @@ DRAFT = """User-Agent: *;Allow: /;Disallow: /never/;Content-Usage: train-ai=n;Co
 # Agents; a path; a robots.txt with ; for line breaks; the reason. First RFC 9309: the * group holds for agents without
 # their own, and the reason names a named agent before *. Then the draft's table and other preferences: Cloudflare's
 # line; two for one path, of which n wins; the longest path, even if it says nothing on training; wildcards; a
-# preference ends the user-agent lines of a group; explicit concerns reading only. Last, pages that are no
-# robots.txt, and files without rules.
+# preference ends the user-agent lines of a group; explicit concerns reading only. Then statements that miss the syntax
+# by a hair: a preference before the first user-agent, or in a file of nothing else, is about all agents; the line of
+# draft-thomson-aipref-sup-00; names with commas. Last, pages that are no robots.txt, and files without rules.
 REASONS = f"""
 all | /private | {WELCOME} | robots:*:/private
 named | /private | {WELCOME} | allowed
@@ -230,7 +226,14 @@ all | /a/b | User-agent: *;Content-Usage: train-ai=n;Content-Usage: /a search=n 
 all | /a/b | User-agent: *;Content-Usage: /*/b$ train-ai=n | usage-file:*:/*/b$
 all | /a/b | User-agent: *;Content-Usage: /*/b/c$ train-ai=n | allowed
 all | /a/b | User-agent: *;Content-Usage: | allowed
-all | /a/b | User-agent: *;Content-Usage: ai-train=n | allowed
+all | /a/b | User-agent: *;Content-Usage: ai-train=n | usage-file:*:/
+all | /a/b | Content-Usage: train-ai=n;User-agent: GPTBot;Disallow:;Content-Usage: train-ai=y | usage-file:GPTBot:/
+Mine | /a/b | Content-Signal: ai-train=no;;User-agent: Mine;Disallow: | usage-file:Mine:/
+all | /a/b | Content-Usage: /a TRAIN-AI = N | usage-file:*:/a
+all | /a/b | Usage-Pref: search=y, tdm=n | usage-file:*:/
+all | /a/b | User-agent: Some, GPTBot, Other;Disallow: /a | robots:GPTBot:/a
+all | /a/b | License: https://a.org/license.xml | allowed
+all | /a/b | License: MIT | unparsable
 all | /a/b | User-agent: *;# Content-Usage: train-ai=n | allowed
 all | /a/b | User-agent: *;Content-Usage: train-ai=y;User-agent: none;Disallow: / | allowed
 all | /x | <html><body>User-agent: *;Disallow: / | unparsable
@@ -301,6 +304,10 @@ https://a.b.BAD.com:8/x drop:blocked-domain:bad.com
 http://notbad.com/ kept:no-robots !
 http://bad.com.evil.org/ kept:no-robots !
 http://com/ kept:no-robots !
+http://page.net:8080/ kept:allowed
+https://example.com:8443/no kept:no-robots !
+https://example.com:443/no drop:robots:GPTBot:/no
+https://example.com:80/no kept:no-robots !
 http://other.co.uk/ drop:blocked-domain:other.co.uk
 """
 
@@ -342,7 +349,9 @@ def test_the_command_prints_each_agent_and_the_rule(tmp_path):
     assert script("corpus.robots", "a.org").stdout.startswith("unknown: no robots.txt was named (--robots); prepare.py")
     rows = [dict(domain="b.org", content=content) for content in ("", "# none")]
     store = f"--robots={write_lines(tmp_path / 's.jsonl', rows)}"
-    assert " has different files of b.org: the last one counts" in script("corpus.robots", "b.org", store).stdout
+    assert " has different files of b.org: any of them may refuse" in script("corpus.robots", "b.org", store).stdout
+    assert "b.org: the newest counts" in script("corpus.robots", "b.org", store, "--snapshots=last").stdout
+    assert " has no robots.txt of b.org:8443; prepare.py" in script("corpus.robots", "b.org:8443/a", store).stdout
     out = script("corpus.robots", "a.org", store, "--missing=deny").stdout
     assert out.startswith("unknown: ") and out.endswith(" of a.org; prepare.py --missing=deny removes it\n")
 
@@ -355,22 +364,29 @@ def test_the_command_prints_each_agent_and_the_rule(tmp_path):
 # dictionary of http-sf 1.5.0 (RFC 9651); for TDM-Reservation its report.
 HEADERS = {
     "x-robots-tag": """ / noindex / other, noindex / GPTBot: all / somebot: noai / :, / :, :, ,: -:: / none /
-        noindex, nofollow / demobot: noai, examplebot: noai, GPTBot: all |
+        noindex, nofollow / demobot: noai, examplebot: noai, GPTBot: all / demobot: noindex noai / x-noai |
         noai / noimageai / other, noai / GPTBot: noai / GPTBot:noai / other, GPTBot: noimageai / all, noai""",
     "content-usage": """train-ai=n, train-ai=y / train-ai;allow=n, train-ai=y /
         train-ai=y, train-ai, search=n, search="n" / train-ai;has;parameters="?"; / search=n /
-        train-ai / train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 /
-        train-ai=n x / train-ai=(n) / Train-AI=n / train-ai = n / x-train-ai=n / n |
+        train-ai / x-train-ai=n / n / ai-use=n / ai-input=no / train-ai=y, genai=y, tdm=y |
         train-ai=n / train-ai=n, search=y / search=y, train-ai=n;x="1;2" / train-ai=n;a=1;b / train-ai=y,train-ai=n""",
-    "tdm-reservation": " / 0 / other / 2 | 1",
+    "tdm-reservation": " / 0 / other / 2 / false | 1",
+}
+# Values that the syntax does not have, but whose meaning is plain; and the labels of earlier drafts.
+BY_A_HAIR = {
+    "x-robots-tag": "noai noimageai / GPTBot: noindex noai / NoAI / no-ai / noindex;noai",
+    "content-usage": """train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 / train-ai=n x / train-ai=(n) /
+        Train-AI=n / train-ai = n / train-ai:n / search=y;train-ai=n / search=y train-ai=n / ai-train=no / genai=n /
+        train-genai=n / tdm=n / ai=n / bots=n / all=n / search=y, all=n""",
+    "tdm-reservation": "true / True / 1.0 / 1, 1",
 }
 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_headers_are_read_as_by_the_reference_libraries(name):
     free, reserved = (list(map(str.strip, part.split(" /"))) for part in HEADERS[name].split("|"))
-    for said in free + reserved:
-        for doc in ({name.replace("-", "_"): said}, dict(headers={name.title(): said})):
+    for said in free + reserved + list(map(str.strip, BY_A_HAIR[name].split(" /"))):
+        for doc in ({name.replace("-", "_"): said}, {name.title(): said}, dict(headers={name.title(): said})):
             assert (reservation(doc) is None) == (said in free), doc
 
 
@@ -401,6 +417,23 @@ DOCUMENTS = """
 {"headers": {"X-Robots-Tag": ["noindex", "noai"]}} | noai
 {"headers": "[[\\"x-robots-tag\\", \\"noai\\"]]"} | noai
 {"headers": "{\\"x-robots-tag\\": \\"noai\\"}"} | noai
+{"headers": [{"name": "Server", "value": "x"}, {"name": "X-Robots-Tag", "value": "noai"}]} | noai
+{"headers": [{"key": "X-Robots-Tag", "value": ["noindex", "noai"]}]} | noai
+{"headers": [{"Name": "X-Robots-Tag", "Value": "noai", "comment": null}]} | noai
+{"headers": {"name": "X-Robots-Tag", "value": "noai"}} | noai
+{"headers": [{"X-Robots-Tag": "noai"}]} | noai
+{"headers": ["HTTP/2 200", "x-robots-tag: noai"]} | noai
+{"headers": "X-Robots-Tag: noindex,\\n noai"} | noai
+{"http_headers": "[{\\"name\\": \\"tdm-reservation\\", \\"value\\": \\"1\\"}]"} | tdm-header
+{"X-Robots-Tag": "noai"} | noai
+{"Content-Usage": "train-ai=n"} | usage-header
+{"Meta-Robots": "noai"} | noai
+{"metas": [{"name": "robots", "content": "noai"}]} | noai
+{"metas": [{"charset": "utf-8"}, {"property": "og:x", "content": "x"}, {"name": "GPTBot", "content": "noai"}]} | noai
+{"metas": [{"name": null, "http-equiv": "X-Robots-Tag", "content": "noai"}]} | noai
+{"metas": "[[\\"robots\\", \\"noai\\"]]"} | noai
+{"metas": "{\\"robots\\": \\"noai\\"}"} | noai
+{"metas": [{"name": "tdm-reservation", "content": "true"}]} | tdm-meta
 {"headers": [1, ["x"], null], "url": 5} | None
 {"headers": "{", "url": ["x"]} | None
 {"headers": "5"} | None
@@ -426,7 +459,13 @@ DOCUMENTS = """
 {"tdmrep": [["/this/*/then", 1]], "path": "/this/and/then/x"} | tdm-file:/this/*/then
 {"tdmrep": [["/path/foo-%24", 1]], "path": "/path/foo-$"} | tdm-file:/path/foo-%24
 {"tdmrep": [["/", 2], ["/x", "1"], [5, 1]], "path": "/x"} | tdm-file:/x
-{"tdmrep": "{\\"location\\": \\"/\\", \\"tdm-reservation\\": 1}"} | None
+{"tdmrep": "{\\"location\\": \\"/\\", \\"tdm-reservation\\": 1}"} | tdm-file:/
+{"tdmrep": "{\\"tdm-reservation\\": true}"} | tdm-file:/
+{"tdmrep": [["/", true]]} | tdm-file:/
+{"tdmrep": [["x", 1]], "path": "/xyz"} | tdm-file:/x
+{"tdmrep": [["https://www.a.org/x", 1]]} | tdm-file:/x
+{"tdmrep": [["https://b.org/x", 1]]} | None
+{"tdmrep": "[{\\"tdm-reservation\\": \\"1\\"}, {\\"tdm-reservation\\": 0}]"} | tdm-file:/
 {"tdmrep": "<html>not found</html>"} | None
 {"tdmrep": "5"} | None
 {"tdmrep": "[[]]"} | None
@@ -455,6 +494,278 @@ def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(said
         doc["tdmrep"] = json.dumps([{"location": place, "tdm-reservation": value} for place, value in doc["tdmrep"]])
     store = {file: {"a.org": doc[column]} for file, column in zip(FILES, ("tdmrep", "ai_txt"))}
     assert str(refusal(doc, dict(agents=doc.get("agents", AGENTS)), store)) == want
+
+
+# Rows of a store, which may be in files of a folder; snapshots, URL and outcome; ! as in OUTCOMES.
+DATED = r"""
+{"domain": "a.org", "date": "2026-09-16", "content": ""}
+{"domain": "a.org", "date": "2026-07-10", "content": "User-agent: GPTBot\nDisallow: /"}
+{"domain": "a.org", "date": "2026-10-01", "content": null}
+{"domain": "b.org", "content": "User-agent: *\nDisallow: /b"}
+{"domain": "b.org", "content": "User-agent: *\nDisallow: /c"}
+{"domain": "c.org", "date": "2025-01-31", "content": "User-agent: *\nDisallow: /"}
+{"domain": "c.org", "date": "2026-01-31T10:00:00Z", "content": "<html>"}
+"""
+BY_DATE = """
+any  | a.org/   | drop:robots:GPTBot:/
+last | a.org/   | kept:allowed
+any  | b.org/b  | drop:robots:*:/b
+last | b.org/b  | kept:allowed
+any  | b.org/c  | drop:robots:*:/c
+last | b.org/c  | drop:robots:*:/c
+any  | c.org/c  | drop:robots:*:/
+last | c.org/c  | kept:unparsable
+"""
+
+
+@pytest.mark.parametrize("snapshots, url, outcome", table(BY_DATE))
+def test_any_snapshot_of_a_host_may_refuse_or_the_newest_alone(tmp_path, snapshots, url, outcome):
+    """A failed fetch is no snapshot. Without dates the last row is the newest."""
+    store = open_robots(put(tmp_path, {"s.jsonl": DATED}) / "s.jsonl", snapshots)
+    fate, _, reason = outcome.partition(":")
+    assert verdict(url, store) == (fate == "kept", reason)
+    assert store.several == {"a.org", "b.org", "c.org"}
+
+
+def test_a_snapshot_of_each_file_counts(tmp_path):
+    rows = [dict(domain="a.org", file=file, content=content) for file in FILES for content in ("", "{not json}")]
+    rows += [
+        dict(domain="a.org", file="tdmrep.json", content=RESERVES),
+        dict(domain="a.org", file="tdmrep.json", content=""),
+    ]
+    store = open_reservations(write_lines(tmp_path / "s.jsonl", rows))
+    assert reservation(dict(url="a.org/x"), store) == "tdm-file:/"
+    assert reservation(dict(url="a.org/x"), open_reservations(tmp_path / "s.jsonl", "last")) is None
+
+
+def test_the_date_of_a_snapshot_is_a_date(tmp_path):
+    rows = [dict(domain="a.org", content="", date="Jan 31")]
+    with pytest.raises(ValueError, match="a.org has the date 'Jan 31': want a date such as 2026-01-31"):
+        open_robots(write_lines(tmp_path / "s.jsonl", rows))
+
+
+def test_files_of_a_mirror_are_read_wherever_they_lie_and_the_others_are_named(tmp_path):
+    """A file may be compressed. A folder of a day holds the snapshots of that day."""
+    ban = "User-agent: *\nDisallow: /"
+    put(
+        tmp_path,
+        {
+            "a.org/robots.txt.gz": gzip.compress(ban.encode()),
+            "b.org.txt.gz": gzip.compress(ban.encode()),
+            "2026-09/c.org/robots.txt": ban,
+            "d.org/Robots.TXT": ban,
+            "e.org:8443/robots.txt": ban,
+            "f.org/tdmrep.json": RESERVES,
+            "g.org/.well-known/tdmrep.json.gz": gzip.compress(RESERVES.encode()),
+            "h.org/.well-known/ai.txt": AI_TXT,
+            "i.org/ai/terms.xml": LICENCE.format("/"),
+            "j.org/sitemap.xml": "<urlset/>",
+            "robots.txt": ban,
+            "README.md": "",
+        },
+    )
+    robots = open_robots(tmp_path)
+    assert set(robots) == {"a.org", "b.org", "c.org", "d.org", "e.org:8443"}
+    assert sum(map(len, robots.ignored.values())) == 7
+    store = open_reservations(tmp_path)
+    assert {file: [key for key in store[file] if "/" not in key] for file in FILES} == {
+        "tdmrep.json": ["f.org", "g.org"],
+        "ai.txt": ["h.org"],
+        "license.xml": ["i.org"],
+    }
+    assert {name for names in store["ai.txt"].ignored.values() for name in names} == {
+        "README.md",
+        "a.org/robots.txt.gz",
+        "b.org.txt.gz",
+        "d.org/Robots.TXT",
+        "e.org:8443/robots.txt",
+        "2026-09/c.org/robots.txt",
+        "j.org/sitemap.xml",
+        "robots.txt",
+    }
+
+
+def test_agents_may_share_a_line_and_those_of_2026_are_more_than_those_of_apertus(tmp_path):
+    (tmp_path / "agents").write_text("Some, Mine # two\nOther\n")
+    assert agents_of(str(tmp_path / "agents")) == ["Some", "Mine", "Other"]
+    assert agents_of("") == AGENTS
+    assert {*AGENTS, "DeepSeekBot", "anthropic-ai", "img2dataset"} < {*agents_of("2026")}
+    ban = "User-agent: DeepSeekBot\nDisallow: /"
+    assert [may_train_on("a.org/x", ban, agents_of(of))[0] for of in ("", "2026")] == [True, False]
+    # Each is an agent of ai.robots.txt or of Apertus.
+    if not os.path.exists(AI_ROBOTS):
+        pytest.skip("shared/data is not there")
+    with open(AI_ROBOTS) as f:
+        known = {name.lower() for name in [*AGENTS, *json.load(f)]}
+    assert {agent.lower() for agent in agents_of("2026")} <= known
+
+
+def test_rules_behind_the_first_500_kib_are_reported():
+    long = "User-agent: *\n" + "# \n" * 200_000
+    for end, marks in (("Disallow: /", {"cut"}), ("# Disallow: /", set())):
+        assert judge_document(dict(url="a.org/x"), dict(store={"a.org": long + end})) == (None, marks)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# RSL
+
+# The guide of rslstandard.org, "Template: Prohibit AI training", as printed, with curly quotes.
+GUIDE = """<rsl xmlns="https://rslstandard.org/rsl">
+<content url=\u201d/\u201d>
+<license>
+<prohibits type="usage">train-ai</prohibits>
+</license>
+</content>
+</rsl>"""
+LICENCE = """<?xml version="1.0"?><rsl xmlns="https://rslstandard.org/rsl"><content url="{}"><license>
+<prohibits type="usage">ai-train</prohibits></license></content></rsl>"""
+# Places of <content url>, what a licence prohibits (-) or permits (+) there and the kind of payment ($); the path of a
+# page; the reason, and what is counted. Sections are those of RSL 1.0: 3.3.1 places match as in RFC 9309; 3.4.1
+# the uses; 3.5 and 3.6 spaces between uses (commas in drafts); 3.1.1 a prohibition wins over a permission, also that of
+# a narrower place.
+LICENCES = """
+url="/" -ai-train | /x | rsl:/ |
+url="/" -ai-all | /x | rsl:/ |
+url="/" -search all | /x | rsl:/ |
+url="/" -search,train-ai | /x | rsl:/ |
+url="/" -search ai-input | /x | None |
+url="/y" -all | /x | None |
+url="/x/*.pdf$" -all | /x/y.pdf | rsl:/x/*.pdf$ |
+url="/x/*.pdf$" -all | /x/y.pdf?z | None |
+url="https://a.org/x" -all | /x | rsl:/x |
+url="https://www.a.org/x*" -all | /x | rsl:/x* |
+url="https://b.org/x" -all | /x | None |
+url="" -all | /x | rsl:/ |
+-all | /x | rsl:/ |
+url="/" +ai-train | /x | None |
+url="/" +search | /x | None | rsl-terms
+url="/" +ai-train $training | /x | None | rsl-terms
+url="/" +all $free | /x | None |
+url="/" -all; url="/x" +ai-train | /x | rsl:/ |
+"""
+
+
+def licence_of(line):
+    """The <content> elements of a line of LICENCES."""
+    elements = []
+    for content in line.split(";"):
+        url, terms = re.fullmatch(r"\s*(url=\S*)?(.*)", content).groups()
+        terms = re.sub(r"-([^+$-][^+$]*)", r'<prohibits type="usage">\1</prohibits>', terms)
+        terms = re.sub(r"\+([^$<]*)", r'<permits type="usage">\1</permits>', terms)
+        terms = re.sub(r"\$(\w+)", r'<payment type="\1"/>', terms)
+        elements.append(f"<content {url or ''}><license>{terms}</license></content>")
+    return "".join(elements)
+
+
+@pytest.mark.parametrize("contents, path, reason, mark", table(LICENCES))
+def test_a_licence_that_prohibits_training_removes_the_pages_of_its_place(contents, path, reason, mark):
+    """In a namespace of its own, with or without a prefix, and in a feed of RSS."""
+    contents = licence_of(contents)
+    space = 'xmlns="https://rslstandard.org/rsl"'
+    prefixed = re.sub("<(/?)(content|license|permits|prohibits|payment)", r"<\1rsl:\2", contents)
+    files = [f"<rsl {space}>{contents}</rsl>", f"<?xml version='1.0' encoding='utf-8'?>\n<RSL>{contents}</RSL>"]
+    files.append(f'<rss xmlns:rsl="{space[7:-1]}"><channel>{prefixed}</channel></rss>')
+    for file in files:
+        for content in (file, file.encode(), "\ufeff" + file):
+            found = judge_document(dict(url=f"https://a.org{path}"), None, {"license.xml": {"a.org": content}})
+            assert found == (None if reason == "None" else reason, {mark} - {""})
+
+
+def test_the_template_of_the_guide_is_read_as_it_was_printed_and_other_limits_are_not_about_training():
+    store = {"license.xml": {"a.org": GUIDE}}
+    assert reservation(dict(url="a.org/x"), store) == "rsl:/"
+    store["license.xml"]["a.org"] = GUIDE.replace('"usage"', '"geo"').replace("train-ai", "all")
+    assert reservation(dict(url="a.org/x"), store) is None
+
+
+# What names a licence, and its URL. Links to other licences are for people.
+NAMED = """
+{"robots": "License: https://l.org/a.xml"} | https://l.org/a.xml
+{"robots": "User-agent: *\\nLICENSE : /rsl\\nDisallow: /z"} | https://a.org/rsl
+{"robots": "License: //l.org/b?id=1"} | https://l.org/b?id=1
+{"robots": "License: license.xml # ours"} | https://a.org/license.xml
+{"headers": {"Link": "<https://l.org/a>; rel=\\"license\\"; type=\\"application/rsl+xml\\""}} | https://l.org/a
+{"headers": {"Link": "</a.css>; rel=preload, <l.xml>; rel=license"}} | https://a.org/b/l.xml
+{"Link": "</rsl>; rel=\\"license nofollow\\""} | https://a.org/rsl
+{"links": [{"rel": "license", "href": "/l.xml", "type": "application/rsl+xml"}]} | https://a.org/l.xml
+{"links": [["license", "/l.xml"], ["icon", "/i.png"]]} | https://a.org/l.xml
+{"links": "[{\\"rel\\": \\"license\\", \\"href\\": \\"https://l.org/rsl.xml\\"}]"} | https://l.org/rsl.xml
+{"metas": [{"rel": "license", "href": "/rsl.xml"}, {"name": "x", "content": "y"}]} | https://a.org/rsl.xml
+{"links": [{"rel": "license", "href": "https://creativecommons.org/licenses/by/4.0/"}]} | None
+{"headers": {"Link": "<https://creativecommons.org/licenses/by/4.0/>; rel=license"}} | None
+{"links": ["https://b.org/license.xml"]} | None
+"""
+
+
+@pytest.mark.parametrize("said, licence", table(NAMED))
+def test_a_licence_that_is_named_is_read_and_without_its_file_unknown(tmp_path, said, licence):
+    doc = dict(url="https://a.org/b/c") | json.loads(said)
+    robots = dict(store={"a.org": doc.pop("robots", "")})
+    unknown = judge_document(doc, robots)
+    assert ("rsl-unknown" in unknown[1]) == (licence != "None") and unknown[0] is None
+    assert refusal(doc, robots | dict(missing="deny")) == ("rsl-unknown" if licence != "None" else None)
+    for content, reason in (
+        (LICENCE.format("/b/"), "rsl:/b/"),
+        (LICENCE.format("/x"), None),
+        ("<html>", "rsl-unknown"),
+    ):
+        rows = [dict(domain="l.org", file=licence, content=content), dict(domain="z.org", file="ai.txt", content="")]
+        store = open_reservations(write_lines(tmp_path / "s.jsonl", rows[licence == "None" :]))
+        want = reason if licence != "None" else None
+        assert refusal(doc, robots | dict(missing="deny"), store) == want
+        assert refusal(doc, robots, store) == (want if want != "rsl-unknown" else None)
+
+
+def test_the_only_licence_that_a_site_names_may_be_filed_as_license_xml():
+    robots = dict(store={"a.org": "License: https://l.org/a?b=c\n"}, missing="deny")
+    store = {"license.xml": {"a.org": LICENCE.format("/x")}}
+    assert refusal(dict(url="a.org/y"), robots, store) is None
+    robots["store"]["a.org"] += "License: https://m.org/a"
+    assert refusal(dict(url="a.org/y"), robots, store) == "rsl-unknown"
+
+
+# Shapes that are not read, which says so: values of a row.
+UNREAD = r"""
+{"headers": "{'X-Robots-Tag': 'noai'}"}
+{"headers": "HTTP/1.1 200 OK\\r\\nX-Robots-Tag: noai"}
+{"headers": "X-Robots-Tag=noai"}
+{"headers": "{\"X-Robots-Tag\": \"no"}
+{"headers": [["X-Robots-Tag"]]}
+{"headers": ["X-Robots-Tag", "noai"]}
+{"headers": [{"n": "X-Robots-Tag", "v": "noai"}]}
+{"headers": {"X-Robots-Tag": {"0": "noai"}}}
+{"headers": {"X-Robots-Tag": [["noai"]]}}
+{"headers": [["X-Robots-Tag", "noindex"], 5]}
+{"headers": 5}
+{"metas": "<meta name='robots' content='noai'>"}
+{"metas": [{"name": "robots", "directives": "noai"}]}
+{"metas": [["robots", "noindex", "noai"]]}
+{"X-Robots-Tag": {"a": "noai"}}
+{"tdm_reservation": "reserved"}
+"""
+
+
+@pytest.mark.parametrize("said", [line for line in UNREAD.strip().splitlines()])
+def test_what_cannot_be_read_is_unread_and_not_known(said):
+    doc = json.loads(said) | dict(url="https://a.org/x")
+    assert judge_document(doc) in [(None, {"unread"}), (None, {"unread", "known"})]
+    assert refusal(doc, dict(store={"a.org": ""}, missing="deny")) == "unread"
+
+
+def test_an_ai_txt_that_is_none_and_a_licence_of_a_page_without_a_url_are_unknown():
+    store = {"ai.txt": {"a.org": "Please do not train on us."}}
+    assert judge_document(dict(url="a.org/x"), None, store) == (None, {"ai-unread"})
+    assert refusal(dict(url="a.org/x"), dict(store={"a.org": ""}, missing="deny"), store) == "ai-unread"
+    assert judge_document(dict(url=None, links=[["license", "https://a.org/rsl.xml"]])) == (None, {"rsl-unknown"})
+
+
+def test_a_tdmrep_json_that_cannot_be_read_is_unknown():
+    for content in ("{", "[5]", '[{"location": "/x"}]', '[{"location": ["/"], "tdm-reservation": 1}]', "<html>"):
+        store = {"tdmrep.json": {"a.org": content}}
+        assert judge_document(dict(url="a.org/x"), None, store) == (None, {"tdm-unread"})
+        assert refusal(dict(url="a.org/x"), dict(store={"a.org": ""}, missing="deny"), store) == "tdm-unread"
+        # A page that says 0 itself is exempt.
+        assert judge_document(dict(url="a.org/x", tdm_reservation=0), None, store) == (None, {"known"})
 
 
 def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):

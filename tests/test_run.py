@@ -30,7 +30,7 @@ def train(out, ask=lambda: None, at=None, resume=False):
     with Run(settings, Ranks(), "cpu") as run:
         checkpoint = restore.newest_intact(f"{out}/ckpt") if resume else None
         if checkpoint:
-            restore.load(checkpoint[0], model, optimizer)
+            restore.load_checkpoint(checkpoint[0], model, optimizer)
         run.begin(settings, END, checkpoint, flops_per_token=0)
         loop(run, model, optimizer, ask, at)
         assert run.close(model, optimizer) == (run.done == END)
@@ -60,7 +60,7 @@ def loop(run, model, optimizer, ask, at):
 def saved(out, step):
     """The weights of a checkpoint."""
     model = torch.nn.Linear(7, 5)
-    restore.load(f"{out}/ckpt/step-{step:08d}", model)
+    restore.load_checkpoint(f"{out}/ckpt/step-{step:08d}", model)
     return dict(model.named_parameters())
 
 

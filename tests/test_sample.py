@@ -110,3 +110,16 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     assert len(prompts) == 4 and all(ids[: len(prompt)] == prompt for prompt in prompts[1:])
     assert [i for i, its in zip(ids, mine) if its] == call + end + told + ids_of("plain") + end
     assert row["messages"][-1]["content"] == "plain"
+
+
+def test_an_answer_that_breaks_off_is_saved_so_that_nothing_learns_to_break_off_there(model, monkeypatch, tmp_path):
+    """The second answer has no room for its end: posttrain/sft.py reads its words and learns the first answer alone."""
+    convert.save_hf(model, str(tmp_path / "hf"), TOK)
+    new = iter(ids_of("whole", "@assistant_end", "broken"))
+    monkeypatch.setattr(generate_file, "sample_token", lambda logits, **_: torch.tensor([next(new)]))
+    printed = said(tmp_path / "hf", "--chat", "--max_new_tokens=6", stdin=f"a\nb\n/save {tmp_path / 'saved'}\n\n")
+    assert "; 1 of its answers are unfinished" in printed
+    row = read_json(tmp_path / "saved")
+    ids, mask = chat.render(TOK, row)
+    assert row["messages"][-1]["content"] == "broken"
+    assert [i for i, is_learnt in zip(ids, mask) if is_learnt] == ids_of("whole", "@assistant_end")

@@ -22,6 +22,7 @@ from posttrain import common
 TOK = tokenizer.load("byte")
 SYSTEM = dict(role="system", content="s")
 GOLDEN = json.loads(read_text(f"{ROOT}/tests/golden/chat.json"))
+NO_TEXT = "content: a number where a text, parts or blocks belong"
 ANSWERED = [case for case in GOLDEN if case["messages"][-1]["role"] == "assistant"]
 
 
@@ -114,12 +115,28 @@ def test_what_is_left_out_is_counted_by_kind_and_other_data_are_another_run(lab,
     odd = chat_row(user(5), assistant("c"))
     write_rows(tmp_path / "rows.jsonl", [chat_row(user("hi"), assistant("ho")), odd, chat_row(user("a")), odd])
     said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--epochs=1")
-    reasons = f"2 {chat.ODD} (first in line 2 of rows.jsonl); 1 no assistant turn (first in line 3 of rows.jsonl)\n"
+    reasons = f"2 {NO_TEXT} (first in line 2 of rows.jsonl); 1 no assistant turn (first in line 3 of rows.jsonl)\n"
     few = "1 conversations, 1 step\nwarning: fewer than 20 steps hardly change a model: take --batch_size=1,"
     assert f"left out 3 of 4 conversations: {reasons}" in said and few in said
     refused(
         script(*tuning(lab, tmp_path / "run", "--epochs=1", "--resume")), "was trained with other settings: data_hash"
     )
+
+
+def test_the_user_reads_what_is_cut_repeated_and_not_read_and_that_the_start_has_not_ended(lab, tmp_path):
+    start = shutil.copytree(lab / "sft", tmp_path / "start")
+    (start / "summary.json").unlink()
+    twice = chat_row(user("a"), assistant("b" * 300) | dict(name="x", mood="glad", tags=[]))
+    write_rows(tmp_path / "rows.jsonl", [twice, chat_row(user("hi"), assistant("ho")), twice])
+    printed = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", f"--init_from={start}", "--too_long=cut")
+    for line in (
+        "2 of 3 conversations are cut at max_length=256 tokens (first in line 1 of rows.jsonl)",
+        "2 of 3 conversations have the key 'mood' in a message, which is not read (first in line 1 of rows.jsonl)",
+        "1 of 3 conversations repeat another",
+    ):
+        assert f"{line}\n" in printed
+    assert f"{start} has not ended, and its newest checkpoint is the start\n" in printed
+    assert "tags" not in printed and "left out" not in printed
 
 
 def test_show_prints_bytes_as_text_and_what_is_learnt_in_green(lab, tmp_path):
@@ -147,8 +164,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import convert
 from engine.parallel import Ranks, orderly_exit
-from posttrain.start import load_whole
-from train import build_model
+from build import build_model, load_whole
+from weights.folders import start_of
 
 class Largest(TorchDispatchMode):
     numbers, files = 0, set()
@@ -167,7 +184,7 @@ with orderly_exit():
     ranks = Ranks("fsdp")
     ranks.join("cpu", 60)
     for folder in sys.argv[1:]:
-        shape, _, path = convert.start_of(folder)
+        shape, _, path = start_of(folder)
         settings = dict(init_from=folder, lora_r=0, base="fp32", dtype="float32", recompute="none", seed=1)
         with Largest() as largest:
             model = build_model(shape, settings, ranks, "cpu", weights=path)

@@ -59,7 +59,7 @@ def test_an_unseen_enemy_hides_no_other_and_in_the_released_code_it_does(case):
         shown = smacv2.shown_to(look["ally"], within, revealed, case["prob_obs_enemy"], np.random.default_rng(0))
         kept = smacv2.not_cleared(revealed[:, look["ally"]] & (within | (health > 0)))
         for want, which in ((look["one_row_cleared"], shown), (look["published"], shown & kept)):
-            found = smacv2.rows_of(away, sight, reach, health, kinds, which)
+            found = smacv2.result_rows(away, sight, reach, health, kinds, which)
             np.testing.assert_allclose(found[0], want, atol=1e-6)
 
 

@@ -3,12 +3,16 @@ Whole steps of train.py, on any number of ranks, against the same steps in fp64 
 accumulation, the loss from all logits. The windows and their masks, which have their own tests, are those of data.py.
 """
 
+import re
+
 import pytest
 import torch
+from conftest import script
 from oracle import Plain
 from trained import RUN, SIX_STEPS, data, log  # noqa: F401
 
 import convert
+import loop
 import plain
 from data import TokenDataset
 from engine import restore
@@ -74,8 +78,17 @@ def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, 
     assert len(said) == (entry["step"] + 2) // 2
     windows = [7] * (len(said) - 1) + [11]
     for entry, n in zip(said, windows):
-        restore.load(f"{out}/ckpt/step-{entry['step'] + 1:08d}", model)
+        restore.load_checkpoint(f"{out}/ckpt/step-{entry['step'] + 1:08d}", model)
         idx, targets, _, doc = val.batch(0, n)
         loss = Plain(model=model).loss((idx, targets, idx != val.meta["eos"], doc)).item()
         found = entry["val_loss"], entry["val_bpb"]
         assert found == pytest.approx((loss, val.bits_per_byte(loss)), rel=1e-5)
+
+
+def test_the_loop_on_one_page_has_the_losses_and_norms_of_train(data, tmp_path, capsys):
+    assert script("train.py", "configs/tiny.py", f"--data={data}", f"--out={tmp_path}").returncode == 0
+    loop.main(data)
+    printed = re.findall(r"step +(\d+) +loss ([\d.]+) +gradient norm ([\d.]+)", capsys.readouterr().out)
+    steps = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in log(tmp_path, "loss")]
+    assert len(steps) == 20
+    assert [tuple(map(float, row)) for row in printed] == [pytest.approx(step, rel=5e-4) for step in steps]

@@ -14,12 +14,14 @@ from conftest import table
 from tiny import GOLDEN
 
 import chat
-import convert
 import tokenizer
 from corpus import readers
 from engine.files import read_json, read_text
 from model import ApertusConfig
-from tokenizer import EXACT, PATTERN, hf_files, train_bpe
+from tokenizer import train_bpe
+from tokenizer_json import EXACT, hf_files
+from vocabulary import PATTERN
+from weights.write import write_config
 
 load = functools.cache(tokenizer.load)
 # Accents, ligatures, right to left, no spaces, marks, emoji with joiners, digits, line breaks, code, odd bytes.
@@ -210,7 +212,7 @@ def test_tokens_that_a_fine_tune_added_keep_every_id_and_go_along_with_a_run(tmp
     theirs.add_tokens(["Gruezi", "mitenand"])
     theirs.save_pretrained(str(tmp_path))
     ours = load(str(tmp_path))
-    convert.write_config(str(tmp_path), {}, ApertusConfig(vocab_size=368), ours)
+    write_config(str(tmp_path), {}, ApertusConfig(vocab_size=368), ours)
     back = tokenizer.load_for(str(tmp_path))
     for text in [*STRINGS, "Gruezi mitenand", "xGrueziy <|mine|>"]:
         ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)

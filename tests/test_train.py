@@ -77,13 +77,12 @@ PINNED = [
 def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, flags, pinned):
     """
     Settings that test_step.py does not compare with fp64. The numbers are those of commit a9b8024, whose steps match
-    the formulas. Only the last row moved with the
-    kernel of attention, by 1e-5: the last bits of a gradient decide how a moment in bf16 is rounded.
+    the formulas. The last bits of a gradient, which differ between CPUs, decide how a moment in bf16 is rounded.
     """
     trained(data, tmp_path, *SIX_STEPS, *flags.split())
     *_, last, end = log(tmp_path)
     measured = last["loss"], last["grad_norm"], last["kept"], end["val_loss"]
-    assert measured == pytest.approx(pinned, rel=1e-5)
+    assert measured == pytest.approx(pinned, rel=1e-4 if "bfloat16" in flags else 1e-5)
 
 
 def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
@@ -108,7 +107,7 @@ def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path,
         asked.append((n, model.training, how["temperature"], how["top_k"]))
         return [[1, 129]]
 
-    monkeypatch.setattr("sample.generate", noted)
+    monkeypatch.setattr("generate.generate", noted)
     says(ran(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40"), "\nA\n")
     assert asked == [(32, False, 0.8, 50)] * 2  # after step 3 and at the end
 
@@ -172,7 +171,7 @@ def test_stages_one_by_one_are_the_run_through_all(data, tmp_path):
     assert (parts / "summary.json").exists()
     trained(data, parts, tmp_path / "29.py", "--stage=two", "--resume")
     assert equal(parts, through)
-    refused(ran(data, parts, "--resume"), "was trained with other settings", "stage True -> False; data_hash")
+    refused(ran(data, parts, "--resume"), "was trained with other settings", "stage True -> False")
 
 
 OTHERS = """
@@ -181,8 +180,10 @@ OTHERS = """
     --batch_ramp_at=80               | batch_ramp_at 0 -> 80
     --batch_size=16                  | batch_size 8 -> 16
     --seed=3                         | seed 28 -> 3
-    --loss_average=micro --micro_batch=2 | micro_batch 4 -> 2
-    --n_layer=3 --doc_mask=False     | n_layer 1 -> 3; doc_mask True -> False
+    --lr=1e-3                        | lr 0.003 -> 0.001
+    --goldfish_k=4                   | goldfish_k 3 -> 4
+    --loss_average=micro --micro_batch=2 | loss_average 'step' -> 'micro'; micro_batch 4 -> 2
+    --n_layer=3 --doc_mask=False     | doc_mask True -> False; n_layer 1 -> 3
 """
 
 
@@ -355,11 +356,12 @@ def test_a_minute_is_the_run_of_so_many_samples_also_killed_or_with_more_minutes
     assert equal(trained(data, minute, f"--minutes={70 / 60}", "--resume"), longer)
 
 
-def test_of_minutes_and_samples_the_last_one_counts(data, tmp_path):
-    (tmp_path / "five.py").write_text("minutes = 5.0\n")
-    run = trained(data, tmp_path / "file", tmp_path / "five.py", *FEW)
-    assert len(log(run, "loss")) == 3
-    assert settings_of(run)["minutes"] == 0
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["first", "last"])
+def test_minutes_win_over_samples_wherever_they_stand(data, tmp_path, clocked, order):
+    clocked(31.0, 1.0)
+    done = ran(data, tmp_path, "--decay_samples=14", *["--minutes=1", "--total_samples=48"][order])
+    says(done, "1 minute (not total_samples)")
+    assert len(log(tmp_path, "loss")) == 29  # 48 samples are 6 steps
 
 
 def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_its_decayed_state(data, runs, tmp_path):

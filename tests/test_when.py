@@ -66,9 +66,9 @@ def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch,
 def test_the_data_of_a_run_are_those_that_it_has_read(counted):
     """For a run in stages, and for one without."""
     config = dict(data=counted, block_size=16, stage="all", stages=STAGES)
-    data = data_of_run(dict(config, data_hash=DATA["stages"](counted).fingerprint), 10**4)
+    data = data_of_run(dict(config, data_hash=DATA["stages"](counted).data_hash), 10**4)
     assert data.begins == [0, 5_000]
-    whole = dict(config, data_hash=DATA["natural"](counted).fingerprint, stage="", seed=3)
+    whole = dict(config, data_hash=DATA["natural"](counted).data_hash, stage="", seed=3)
     assert data_of_run(whole, 10).seed == 3
     with pytest.raises(ValueError, match="has changed since the run began"):
         data_of_run(dict(config, data_hash="another"), 10)

@@ -176,9 +176,9 @@ def to_hugging_face(ours, device):
     """
     import transformers
 
-    import convert
+    from weights.config import config_to_hf
     transformers.logging.set_verbosity_error()
-    values = convert.config_to_hf(ours.config)
+    values = config_to_hf(ours.config)
     config = transformers.ApertusConfig(**values, attn_implementation="sdpa", pad_token_id=3)
     with torch.device(device):
         theirs = transformers.ApertusForCausalLM(config).float()
@@ -308,7 +308,7 @@ def optim_race(setup):
 # from the settings to the record
 
 
-def check_settings(device, preset, clock):
+def check_bench(device, preset, clock):
     """ValueError, one line, for settings that cannot be measured. device, preset, clock: without "auto"."""
     if len(paths) != 1 or paths[0] not in ("train", "decode", "optim"):
         raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of train, decode, optim, as in "
@@ -351,7 +351,7 @@ def main():
     used_preset = ("cpu" if on_cpu else "1b5-stack") if preset == "auto" else preset
     used_dtype = ("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype
     used_clock = ("cpu" if on_cpu else "wall") if clock == "auto" else clock
-    check_settings(used_device, used_preset, used_clock)
+    check_bench(used_device, used_preset, used_clock)
     if threads:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)

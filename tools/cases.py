@@ -139,8 +139,8 @@ def feistel():
 
 
 def bpe():
-    import tokenizer
-    return dict(letters=lambda b: [tokenizer.byte_letters()[i] for i in b], merges=tokenizer.merges_of)
+    import tokenizer_json
+    return dict(letters=lambda b: [tokenizer_json.byte_letters()[i] for i in b], merges=tokenizer_json.merges_of)
 
 
 def qrpo():

@@ -29,7 +29,7 @@ server.set_forkserver_preload(
         "posttrain.conversations",
         "posttrain.losses",
         "posttrain.references",
-        "posttrain.start",
+        "weights.read",
         "huggingface_hub.serialization",
         "jinja2.loaders",
         "numpy.ma",
