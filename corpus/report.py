@@ -1,15 +1,12 @@
 """
-meta.json and the report of a data folder: report.json, report.md, domains.csv, hosts_*.csv. All numbers are sums over
-its ledger.
+meta.json, report.json and report.md of a data folder. All their numbers come from one list, the sums over its ledger.
 
 Removed documents are never tokenized: the report estimates their tokens from their bytes, at the rate of the kept
 documents of the same source and language.
 """
 
-import math
 import os
 from collections import Counter
-from functools import lru_cache
 from operator import itemgetter
 
 import jinja2
@@ -17,17 +14,15 @@ import numpy as np
 import pyarrow
 import pyarrow.compute as pc
 from numpy.lib.format import open_memmap
-from publicsuffixlist import PublicSuffixList
 from tqdm import tqdm
 
 from corpus.folder import shards_of
-from corpus.ledger import FILE, NUMBERS, PII, ledger, ledger_rows
+from corpus.hosts import HOST_FILES, OPT_OUTS, write_domains
+from corpus.ledger import FILE, NUMBERS, PII, ledger
 from corpus.readers import counts_of
 from corpus.reservations import MARKS, RESERVED, UNKNOWN
-from corpus.robots import FILE_STATES, file_state
 from corpus.rules import RULES
 from corpus.stores import FILES
-from corpus.urls import host_key, site_key
 from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
 
 # Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
@@ -49,18 +44,8 @@ REASONS = {
     "near-duplicate": "nearly the same text was kept before",
     "withdrawn": "taken out after the data were made (--remove)",
 }
-OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
 # Tokens of a shard that are in memory at a time.
 PIECE = 1 << 20
-# The share of all domains that the Commission's template for the public summary of training content lists (AI Act,
-# art. 53(1)(d)); hosts or domains in a table of report.md.
-TOP_SHARE, SHOWN = 0.1, 20
-# The files that write_hosts() writes, and the hosts in each.
-HOSTS = {
-    "hosts_refused.csv": "lost documents to opt-outs",
-    "hosts_unknown.csv": "have no robots.txt in the store, or it was not fetched",
-    "hosts_several.csv": "have different files in a store",
-}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -145,125 +130,20 @@ def totals_by(rows, name):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# hosts and domains
-
-
-def write_hosts(folder, store, reservations):
-    """
-    Write the files HOSTS next to a ledger: documents and bytes of each host, those that it lost or those that came in.
-    Returns how many hosts have a file in the stores, and the SHOWN hosts that lost the most bytes to opt-outs.
-
-    store: open_robots(path) or None. reservations: open_reservations(path) or None.
-    """
-    seen, lost = {}, {}
-    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
-        host = site_key(row["url"])
-        if host:
-            add_size(seen, host, row)
-            if row["reason"].partition(":")[0] in OPT_OUTS:
-                add_size(lost, host, row)
-    states = {host: file_state(host, store) for host in seen}
-    unknown = {host: seen[host] for host, state in states.items() if store and state == "unknown"}
-    stores = reservations or {}
-    names = set().union(*(files.several for files in [store, *stores.values()] if files))
-    several = {host: seen.get(host, [0, 0]) for host in names}
-    tables = dict(zip(HOSTS, (lost, unknown, several)))
-    for file, sizes in tables.items():
-        write_sizes(f"{folder}/{file}", "host", sizes)
-    count = Counter(states.values())
-    return dict(
-        top_blocked_hosts=dict(largest(lost)[:SHOWN]),
-        hosts=dict(seen=len(seen), **{state: count[state] for state in FILE_STATES}, several=len(several),
-                   blocked=len(lost)),
-        reservations={file: sum(files.get(host) is not None for host in seen) for file, files in stores.items()},
-        host_files={file: len(sizes) for file, sizes in tables.items() if sizes},
-    )
-
-
-def write_domains(folder):
-    """
-    Write domains.csv next to a ledger: the TOP_SHARE of the registered domains with the most kept text. Returns how
-    many there are and how many it lists, the bytes of both, the first SHOWN, and how many kept documents have no URL,
-    so that no opt-out of a host was consulted for them.
-    """
-    sizes, without_url = {}, 0
-    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
-        # Planted passages did not come in and have no bytes.
-        if row["reason"] or not row["bytes"]:
-            continue
-        host = host_key(row["url"])
-        without_url += not host
-        if host:
-            add_size(sizes, registered_domain(host), row)
-    top = dict(largest(sizes)[:math.ceil(TOP_SHARE * len(sizes))])
-    write_sizes(f"{folder}/domains.csv", "domain", top)
-    return dict(
-        domains=len(sizes),
-        bytes=sum(size for _, size in sizes.values()),
-        listed=len(top),
-        listed_bytes=sum(size for _, size in top.values()),
-        top=dict(largest(top)[:SHOWN]),
-        without_url=without_url)
-
-
-@lru_cache(1 << 16)
-def registered_domain(host):
-    """
-    The name that the owner of a host has registered: a.b.example.co.uk -> example.co.uk, by the part of the Public
-    Suffix List for registries (publicsuffix.org). An address stays as it is.
-    """
-    if ":" in host or host.rpartition(".")[2].isdigit():
-        return host
-    return suffix_list().privatesuffix(host) or host
-
-
-@lru_cache(1)
-def suffix_list():
-    """The Public Suffix List that the package carries, read once; it is never fetched."""
-    return PublicSuffixList(only_icann=True)
-
-
-def add_size(sizes, name, row):
-    """Add a document to {name: [documents, bytes]}."""
-    size = sizes.setdefault(name, [0, 0])
-    size[0] += 1
-    size[1] += row["bytes"]
-
-
-def largest(sizes):
-    """The items of {name: [documents, bytes]}, the most bytes first, equal ones by name."""
-    return sorted(sizes.items(), key=lambda item: (-item[1][1], item[0]))
-
-
-def write_sizes(path, name, sizes):
-    """Write {name: [documents, bytes]} as a table, the most bytes first; no file for none."""
-    if sizes:
-        rows = "".join(f"{key},{documents},{size}\n" for key, (documents, size) in largest(sizes))
-        write_flushed(path, f"{name},documents,bytes\n{rows}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # the files
 
 
 def write_report(folder, vocabulary, shards, provenance):
     """
-    Write meta.json, report.json and report.md next to a ledger. Returns the report.
+    Write meta.json, report.json, report.md and domains.csv next to a ledger. Returns the report.
 
     vocabulary: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. shards: {source: {split: entries of
     its shards}}. provenance: the report's run, inputs, ignored, stores, rule, pii, probes and robots
     (stages.provenance_of).
     """
     rows = sums(folder)
-    by_split, by_detail = grouped(rows, "source", "split"), grouped(rows, "rule", "detail")
-    sources = {source: {} for source in shards}
-    for source, splits in shards.items():
-        for split, entries in splits.items():
-            group = by_split.get((source, split), [])
-            sizes = dict(documents=added(group, "rows"), tokens=added(group, "tokens"), bytes=added(group, "written"))
-            sources[source][split] = dict(sizes, shards=entries)
-    meta = dict(vocabulary, sources=sources)
-    meta["version"] = version(meta)
+    meta = meta_of(rows, vocabulary, shards)
+    by_detail = grouped(rows, "rule", "detail")
     languages = sorted(grouped(rows, "source", "language").items())
     report = dict(
         provenance,
@@ -289,6 +169,20 @@ def write_report(folder, vocabulary, shards, provenance):
     write_json(f"{folder}/report.json", report)
     write_flushed(f"{folder}/report.md", markdown(report))
     return report
+
+
+def meta_of(rows, vocabulary, shards):
+    """meta.json: the vocabulary, and of each source and split its sums, from rows of sums(), and its shards."""
+    by_split = grouped(rows, "source", "split")
+    sources = {source: {} for source in shards}
+    for source, splits in shards.items():
+        for split, entries in splits.items():
+            group = by_split.get((source, split), [])
+            sizes = dict(documents=added(group, "rows"), tokens=added(group, "tokens"), bytes=added(group, "written"))
+            sources[source][split] = dict(sizes, shards=entries)
+    meta = dict(vocabulary, sources=sources)
+    meta["version"] = version(meta)
+    return meta
 
 
 def notes(report):
@@ -366,7 +260,7 @@ def markdown(report):
     template = environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja"))
     return template.render(report, reasons=REASONS, opt_outs=OPT_OUTS, reserved=RESERVED, counted=counted,
                            sized=sized,
-                           host_files=HOSTS, notes=notes(report))
+                           host_files=HOST_FILES, notes=notes(report))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

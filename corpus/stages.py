@@ -37,9 +37,10 @@ import tokenizer as tokenizers
 from configurator import ROOT
 from corpus import dedup, ledger
 from corpus.folder import dtype_of, publish, safe, write_shard, write_tokens
+from corpus.hosts import write_hosts
 from corpus.pii import TAGS, scrub_pii
 from corpus.readers import check, documents, files_of, id_hash, rows, writable
-from corpus.report import verify, write_hosts, write_report
+from corpus.report import verify, write_report
 from corpus.reservations import MARKS, judge_document
 from corpus.robots import agents_of
 from corpus.rules import TOXICITY, as_number, broken, by_language, listed, top_thresholds

@@ -31,6 +31,7 @@ import numpy as np
 from corpus import readers
 from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish, shards_of, write_shard
+from corpus.hosts import HOST_FILES
 from corpus.ledger import (
     FILE,
     changed,
@@ -43,7 +44,7 @@ from corpus.ledger import (
     was_kept,
     write_ledger,
 )
-from corpus.report import HOSTS, added, counted, verify, write_report
+from corpus.report import added, counted, verify, write_report
 from corpus.robots import verdict
 from corpus.stages import sha256_of_store
 from corpus.stores import open_robots
@@ -195,14 +196,19 @@ def choose_rows(entries, store, folder):
             copied.add(row["text"])
         if not reason or not is_removable(row):
             continue
-        for entry in {entry.number: entry for name in names for entry in entries_of[name]}.values():
-            if row["withdrawn"]:
-                entry.withdrawn += 1
-            else:
-                entry.reasons[first_kind(names & entry.names)] += 1
+        count_document(row, names, entries_of)
         if not row["withdrawn"]:
             rows[row["shard"], row["offset"]] = dict(row, reason=f"withdrawn:{reason}")
     return rows, copied
+
+
+def count_document(row, names, entries_of):
+    """Count a document in each entry that has one of these names of it. entries_of: {name: entries}."""
+    for entry in {entry.number: entry for name in names for entry in entries_of[name]}.values():
+        if row["withdrawn"]:
+            entry.withdrawn += 1
+        else:
+            entry.reasons[first_kind(names & entry.names)] += 1
 
 
 def is_removable(row):
@@ -313,7 +319,7 @@ def delete(rows, final, tmp, meta, report, removal):
     new = tmp / "data"
     new.mkdir()
     streams = cut(final, new, meta, rows, removal["date"])
-    for name in {"tokenizer.json", "probes.json", *HOSTS} & {*os.listdir(final)}:
+    for name in {"tokenizer.json", "probes.json", *HOST_FILES} & {*os.listdir(final)}:
         shutil.copy(final / name, new)
     # Older folders have no removals.
     removals = [without_text(older) for older in report.get("removals", [])]

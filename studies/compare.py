@@ -58,16 +58,20 @@ def reported_runs(rows):
     arms = {name: runs for name, runs in arms.items() if runs and not list_failures(runs)}
     if names[0] not in arms:
         raise ValueError(" ".join(list_failures([row for row in rows if row["arm"] == names[0]])))
-    baseline = {row["seed"]: row["tokens"] for row in arms[names[0]]}
-    for name, runs in arms.items():
-        seeds = sorted(row["seed"] for row in runs)
-        if seeds != sorted(baseline):
-            raise ValueError(f"{name} has seeds {seeds}, {names[0]} {sorted(baseline)}: "
-                             "differences are of runs with the same seed")
-        if any(row["tokens"] != baseline[row["seed"]] for row in runs):
-            raise ValueError(f"{name} was validated after other numbers of tokens than {names[0]}: "
-                             "differences are of runs of the same length")
-    return {name: {row["seed"]: row for row in runs} for name, runs in arms.items()}
+    by_seed = {name: {row["seed"]: row for row in runs} for name, runs in arms.items()}
+    for name in by_seed:
+        check_pairs(names[0], by_seed[names[0]], name, by_seed[name])
+    return by_seed
+
+
+def check_pairs(base, base_runs, name, runs):
+    """ValueError if an arm, {seed: row}, has other seeds or other tokens than the baseline."""
+    if sorted(runs) != sorted(base_runs):
+        raise ValueError(f"{name} has seeds {sorted(runs)}, {base} {sorted(base_runs)}: "
+                         "differences are of runs with the same seed")
+    if any(row["tokens"] != base_runs[seed]["tokens"] for seed, row in runs.items()):
+        raise ValueError(f"{name} was validated after other numbers of tokens than {base}: "
+                         "differences are of runs of the same length")
 
 
 def summarise(rows):
