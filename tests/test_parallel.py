@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trained import data, log, steps  # noqa: F401
 
 from engine import parallel, sharding
-from engine.log import Log
-from engine.plot import entries
 from engine.recompute import recompute_activations
 from model import Apertus, ApertusConfig, Block
 from weights import lora
@@ -71,22 +69,6 @@ def test_every_way_to_spread_a_step_has_the_losses_and_norms_of_one_process(trai
             assert other.get(name, 0) == pytest.approx(one.get(name, 0), abs=bound)
         for name in ("step", "tokens", "kept", "lr"):
             assert one.get(name) == other.get(name)
-
-
-def log_slowly():
-    """On the second rank."""
-    if os.environ["RANK"] == "1":
-        write = Log.step
-        Log.step = lambda *args, **how: [time.sleep(0.05), write(*args, **how)]
-
-
-def test_the_log_has_the_times_of_the_slowest_and_the_fastest_rank(launch, data, tmp_path):
-    flags = "--parallel=ddp --total_samples=320 --checkpoint_every=0 --eval_every=0"
-    codes, text = launch(2, *arguments(data, tmp_path / "run", flags), fault=log_slowly, logs=tmp_path / "log")
-    assert codes == [0, 0], text
-    times = {entry["step"]: entry for entry in entries(tmp_path / "run") if "rank_seconds_max" in entry}
-    assert times.keys() == {20, 39}
-    assert all(entry["rank_seconds_max"] - entry["rank_seconds_min"] > 0.03 for entry in times.values())
 
 
 def test_exact_mode_has_the_same_bits_on_1_and_4_ranks(train, tmp_path):
