@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained import data, log, steps  # noqa: F401
 
-from engine import parallel, sharding
+from engine import exit, parallel, sharding
 from engine.recompute import recompute_activations
 from model import Apertus, ApertusConfig, Block
 from weights import lora
@@ -92,7 +92,8 @@ import torch
 from tiny import small
 from torch.utils._python_dispatch import TorchDispatchMode
 from engine import sharding
-from engine.parallel import Ranks, distribute, orderly_exit
+from engine.exit import orderly_exit
+from engine.parallel import Ranks, shard_model
 
 class Gathers(TorchDispatchMode):
     number = 0
@@ -105,7 +106,7 @@ with orderly_exit():
     ranks.join("cpu", 60)
     with torch.device("meta"):
         model = small(n_layer=3)
-    distribute(model, ranks, "cpu")
+    shard_model(model, ranks, "cpu")
     sharding.draw(model, 1)
     idx = torch.arange(64).view(2, 32)
     for _ in range(2):
@@ -129,7 +130,8 @@ import os, sys
 import safetensors
 import torch
 from engine import checkpoint, restore, sharding
-from engine.parallel import Ranks, distribute, orderly_exit
+from engine.exit import orderly_exit
+from engine.parallel import Ranks, shard_model
 from tiny import small
 
 opened, safe_open = [], safetensors.safe_open
@@ -139,11 +141,11 @@ def counted(filename, **how):
 safetensors.safe_open = counted
 
 with orderly_exit():
-    ranks = Ranks("hsdp", shard=2)
+    ranks = Ranks("hsdp", hsdp_shard=2)
     ranks.join("cpu", 60)
     with torch.device("meta"):
         model = small()
-    distribute(model, ranks, "cpu")
+    shard_model(model, ranks, "cpu")
     sharding.draw(model, 1)
     tensors = checkpoint.tensors_of(model)
     checkpoint.write(sys.argv[1], 1, tensors, {}, 1, 0, ranks.save_group)
@@ -212,14 +214,15 @@ def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
 
 def test_an_error_of_nccl_is_a_lost_rank_if_it_says_so():
     """nccl.h: ncclRemoteError. All other errors keep their traceback, since their cause is in its later lines."""
-    assert parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error")
-    assert not parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO")
+    assert exit.LOST.search("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error")
+    assert not exit.LOST.search("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO")
 
 
 # Each rank writes down that all have met. In the first round the second one dies while the first hangs.
 MEETS = """
 import os, sys, time
-from engine.parallel import Ranks, orderly_exit
+from engine.exit import orderly_exit
+from engine.parallel import Ranks
 with orderly_exit():
     ranks = Ranks("ddp")
     ranks.join("cpu", 20)
@@ -354,7 +357,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
     with torch.device("meta"):
         model = Apertus(SMALL)
     model.dtype = dtype
-    parallel.distribute(model, one_shard, "cpu")
+    parallel.shard_model(model, one_shard, "cpu")
     sharding.draw(model, 5)
     whole = Apertus(SMALL, 5)
     whole.dtype = dtype
@@ -461,7 +464,7 @@ def test_without_compiled_blocks_xielu_is_compiled_once_for_all_lengths():
         counters.clear()
         model, eager = Apertus(SMALL), Apertus(SMALL)
         for some, parts in (model, "activations"), (eager, False):
-            parallel.distribute(some, parallel.Ranks(), "cpu", mode, parts)
+            parallel.compile_model(some, mode, parts)
         for T in (90, 128, 100):
             idx = torch.arange(2 * T).view(2, T) % 33
             for some in model, eager:
@@ -475,6 +478,6 @@ def test_without_compiled_blocks_xielu_is_compiled_once_for_all_lengths():
 def test_a_block_with_a_break_in_its_graph_is_an_error(monkeypatch):
     monkeypatch.setattr("model.attend", print)
     model = Apertus(SMALL)
-    parallel.distribute(model, parallel.Ranks(), "cpu", compiled=True)
+    parallel.compile_model(model, compiled=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         model(IDX)

@@ -175,6 +175,9 @@ def test_pages_are_short_enough_to_be_read():
         assert len(words) <= most, page
 
 
-def test_the_page_about_the_report_names_what_exists():
-    for file, name in re.findall(r"`([\w/]+\.py): (\w+)`", read("docs", "report.md")):
-        assert re.search(rf"^(def|class) {name}\b", read(file), re.M), (file, name)
+@pytest.mark.parametrize("page", ["report.md", "code.md"])
+def test_pages_about_the_code_name_functions_that_exist(page):
+    names = re.findall(r"`([\w/]+\.py): (\w+)`", read("docs", page))
+    assert len(names) > 15
+    for file, name in names:
+        assert re.search(rf"^ *(def|class) {name}\b", read(file), re.M), (file, name)
