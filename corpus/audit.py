@@ -27,7 +27,7 @@ from tqdm import tqdm
 from configurator import run
 from corpus.dedup import LONG, fingerprint, normalized, signatures, words
 from corpus.folder import shards_of
-from corpus.ledger import first_kind, is_email, ledger_rows, names_in, names_of, was_kept
+from corpus.ledger import came_in, first_kind, is_email, is_last_part, ledger_rows, names_in, names_of, was_kept
 from corpus.pii import scrub_pii
 from corpus.readers import kind_of
 from corpus.report import counted, described, verify
@@ -113,11 +113,14 @@ def search_shards(folder, meta, text):
     begins = {shard["file"]: begin for shard, begin in zip(shards, stream.begins)}
     with tqdm(desc="texts", total=stream.n_tokens, unit="tok", unit_scale=True, disable=None,
               leave=False) as progress:
+        whole = ""
         for row in ledger_rows(folder):
             if row["reason"]:
                 continue
             ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
-            document = tok.decode(ids[1:-1].tolist())
+            # A passage may begin before the cut of a document and end behind it.
+            whole = whole * is_last_part(row) + tok.decode(ids[1:-1].tolist())
+            document = whole
             # A text of fewer words is one shingle, which is no document's.
             agreement = 0 if signature is None else (signatures(*words([document[:LONG]])) == signature).mean()
             progress.update(row["tokens"])
@@ -138,7 +141,7 @@ def print_matches(folder):
     matches = find_rows(folder, meta)
     steps = steps_of([row for _, row in matches if was_kept(row)], folder)
     originals = {row["text"]: row["id"] for _, row in matches if was_kept(row)}
-    reasons = [row["reason"] for match, row in matches if match == "this host"]
+    reasons = [row["reason"] for match, row in matches if match == "this host" and came_in(row)]
     if reasons:
         print(f"{find} is the host of {counted(len(reasons), 'document')} that came in; kept: {reasons.count(''):,}")
     for match, row in matches:
@@ -157,7 +160,8 @@ def answer(match, row, originals, folder):
         of = {"duplicate": f" of {originals.get(row['text'], 'a planted passage')}",
               "near-duplicate": " of a document that --find=FILE with this text names"}.get(row["reason"], "")
         return f"{row['id']} came in and was removed: {row['reason']}{of}{origin} {row['withdrawn'] or ''}"
-    return (f"{row['id']} is in {folder}, by {match}: {counted(row['tokens'], 'token')} of source {row['source']}, "
+    part, tokens = " (its last part)" * is_last_part(row), counted(row["tokens"], "token")
+    return (f"{row['id']}{part} is in {folder}, by {match}: {tokens} of source {row['source']}, "
             f"{row['split']}, from token {row['offset']:,} of {row['shard']}{origin}")
 
 

@@ -21,7 +21,7 @@ from publicsuffixlist import PublicSuffixList
 from tqdm import tqdm
 
 from corpus.folder import shards_of
-from corpus.ledger import FILE, NUMBERS, PII, ledger, ledger_rows
+from corpus.ledger import FILE, NUMBERS, PII, came_in, ledger, ledger_rows
 from corpus.readers import counts_of
 from corpus.reservations import MARKS, RESERVED, UNKNOWN
 from corpus.robots import FILE_STATES, file_state
@@ -73,7 +73,7 @@ def sums(folder):
 
         rule, detail        the reason's first two parts: robots, GPTBot; "" for kept documents
         documents           how many came in
-        rows                how many rows there are, copies of planted passages included
+        rows                how many rows there are: copies of planted passages and last parts of documents included
         id                  the first one in the alphabet
         tokens_about        tokens, estimated where the documents were not tokenized
     """
@@ -87,8 +87,9 @@ def sums(folder):
     for rows in ledger(folder):
         parts_of_reason = pc.extract_regex(rows["reason"], "(?s)^(?P<rule>[^:]*):?(?P<detail>[^:]*)")
         rule, detail = parts_of_reason.combine_chunks().flatten()
-        came_in = pc.or_(pc.greater(rows["bytes"], 0), pc.not_equal(rows["reason"], ""))
-        columns = dict(rule=rule, detail=detail, documents=came_in.cast("int64"), rows=came_in.is_valid().cast("int64"))
+        # As ledger.came_in() has it.
+        documents = pc.or_(pc.greater(rows["bytes"], 0), pc.equal(rows["tokens"], 0)).cast("int64")
+        columns = dict(rule=rule, detail=detail, documents=documents, rows=documents.is_valid().cast("int64"))
         for name, column in columns.items():
             rows = rows.append_column(name, column)
         parts.append(summed(rows))
@@ -155,29 +156,41 @@ def write_hosts(folder, store, reservations):
 
     store: open_robots(path) or None. reservations: open_reservations(path) or None.
     """
-    seen, lost = {}, {}
-    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
-        host = site_key(row["url"])
-        if host:
-            add_size(seen, host, row)
-            if row["reason"].partition(":")[0] in OPT_OUTS:
-                add_size(lost, host, row)
+    seen, lost = sizes_of_hosts(folder)
     states = {host: file_state(host, store) for host in seen}
-    unknown = {host: seen[host] for host, state in states.items() if store and state == "unknown"}
-    stores = reservations or {}
-    names = set().union(*(files.several for files in [store, *stores.values()] if files))
-    several = {host: seen.get(host, [0, 0]) for host in names}
+    unknown = {host: seen[host] for host in seen if store and states[host] == "unknown"}
+    several = {host: seen.get(host, [0, 0]) for host in hosts_with_several_files(store, reservations)}
     tables = dict(zip(HOSTS, (lost, unknown, several)))
     for file, sizes in tables.items():
         write_sizes(f"{folder}/{file}", "host", sizes)
     count = Counter(states.values())
+    with_file = {file: [host for host in seen if files.get(host) is not None]
+                 for file, files in (reservations or {}).items()}
     return dict(
         top_blocked_hosts=dict(largest(lost)[:SHOWN]),
         hosts=dict(seen=len(seen), **{state: count[state] for state in FILE_STATES}, several=len(several),
                    blocked=len(lost)),
-        reservations={file: sum(files.get(host) is not None for host in seen) for file, files in stores.items()},
+        reservations={file: len(hosts) for file, hosts in with_file.items()},
         host_files={file: len(sizes) for file, sizes in tables.items() if sizes},
     )
+
+
+def sizes_of_hosts(folder):
+    """{host: [documents, bytes]} of all documents of a ledger that came in, and of those lost to opt-outs."""
+    seen, lost = {}, {}
+    for row in ledger_rows(folder, ["url", "reason", "bytes", "tokens"]):
+        host = site_key(row["url"])
+        if host and came_in(row):
+            add_size(seen, host, row)
+            if row["reason"].partition(":")[0] in OPT_OUTS:
+                add_size(lost, host, row)
+    return seen, lost
+
+
+def hosts_with_several_files(store, reservations):
+    """The hosts that have different files in a store. store, reservations: as in write_hosts()."""
+    stores = [store, *(reservations or {}).values()]
+    return set().union(*(files.several for files in stores if files))
 
 
 def write_domains(folder):
@@ -273,6 +286,7 @@ def write_report(folder, vocabulary, shards, provenance):
         sources=totals_by(rows, "source"),
         languages=totals_by(rows, "language"),
         licenses=totals_by(rows, "license"),
+        cut=cut_documents(by_split),
         unreadable={problem: [added(group, "documents"), min(row["id"] for row in group)]
                     for (rule, problem), group in by_detail.items() if rule == "unreadable"},
         outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
@@ -291,8 +305,33 @@ def write_report(folder, vocabulary, shards, provenance):
     return report
 
 
+def cut_documents(by_split):
+    """
+    How many documents are cut, the bytes of their last parts, and the first id; None if no document is cut. by_split:
+    {(source, split): rows of sums()}.
+    """
+    # For validation there are no planted passages, so a row that counts no document is a last part.
+    parts = [row for (_, split), rows in by_split.items() for row in rows
+             if split == "val" and row["rows"] > row["documents"]]
+    if not parts:
+        return None
+    documents = added(parts, "rows") - added(parts, "documents")
+    return dict(documents=documents, bytes=added(parts, "written"), first=min(row["id"] for row in parts))
+
+
+def note_on_cut(cut):
+    """A sentence about cut documents, in a list; [] if there are none. cut: of cut_documents()."""
+    if not cut:
+        return []
+    n, size = cut["documents"], sized(cut["bytes"])
+    return [f"{counted(n, 'document')} {'is' if n == 1 else 'are'} cut, such as {cut['first']}, because the source has "
+            f"no other: the last part ({size}) is for validation"]
+
+
 def notes(report):
-    """Sentences about documents that were not read, not as UTF-8, or not checked; and about removed licences."""
+    """
+    Sentences about documents that were not read, not as UTF-8, not checked, or cut; and about removed licences.
+    """
     unreadable = report["unreadable"].items()
     sentences = [f"{n:,} could not be read: {problem}, such as {first}" for problem, (n, first) in unreadable]
     # Reports of older versions do not name encodings.
@@ -303,6 +342,7 @@ def notes(report):
     if n := report["without_url"]:
         sentences.append(f"{counted(n, 'document')} {'has' if n == 1 else 'have'} no URL: not checked for opt-outs of "
                          "hosts")
+    sentences += note_on_cut(report["cut"])
     # Reports of older versions do not count the statements of documents.
     if report["robots"] and "statements" in report["robots"]:
         sentences += opt_outs_consulted(report)

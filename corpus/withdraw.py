@@ -33,9 +33,11 @@ from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish, shards_of, write_shard
 from corpus.ledger import (
     FILE,
+    came_in,
     changed,
     first_kind,
     is_email,
+    is_last_part,
     ledger_rows,
     names_in,
     names_of,
@@ -84,9 +86,10 @@ def withdraw(path, out, final, tmp=None):
     if not rows:
         nothing = f"it refuses no kept document of {out}" if store else f"none of it is in {out}"
         raise ValueError(f"{path}: {unmatched or nothing}. Nothing was removed")
-    if len(rows) == report["total"]["documents"]:
+    documents = documents_of(rows)
+    if len(documents) == report["total"]["documents"]:
         raise ValueError(f"{path}: {out} would keep no document. Delete the folder instead. Nothing was removed")
-    removed = f"{counted(len(rows), 'document')} ({counted(added(rows.values(), 'tokens'), 'token')})"
+    removed = f"{counted(len(documents), 'document')} ({counted(added(rows.values(), 'tokens'), 'token')})"
     if tmp:
         new = delete(rows, final, tmp, meta, report, record_of(path, entries, rows))
         print(f"{out}: {removed} removed, {new['total']['documents']:,} stay; version {meta['version'][:16]} is now "
@@ -170,7 +173,7 @@ def choose_meanings(entries, folder):
     asked = {name for entry in entries for names in entry.meanings for name in names}
     sizes = Counter()
     for row in ledger_rows(folder) if asked else ():
-        if is_removable(row):
+        if is_removable(row) and came_in(row):
             # A document that was removed before counts 0, but its entry has a match.
             sizes.update(dict.fromkeys(names_of(row) & asked, not row["withdrawn"]))
     for entry in entries:
@@ -183,31 +186,48 @@ def choose_rows(entries, store, folder):
     ({(shard, offset): row to remove, with its reason}, the texts of rows that were removed before). Counts the
     documents of each entry. entries, store: of read_list().
     """
-    entries_of = {}
-    for entry in entries:
-        for name in entry.names:
-            entries_of.setdefault(name, []).append(entry)
+    entries_of = entries_by_name(entries)
     rows, copied = {}, set()
     for row in ledger_rows(folder):
         names = names_of(row) & entries_of.keys()
         reason = opt_out_of(row, store) if store else first_kind(names)
-        if reason and row["reason"]:
-            copied.add(row["text"])
-        if not reason or not is_removable(row):
+        if not reason:
             continue
-        for entry in {entry.number: entry for name in names for entry in entries_of[name]}.values():
-            if row["withdrawn"]:
-                entry.withdrawn += 1
-            else:
-                entry.reasons[first_kind(names & entry.names)] += 1
-        if not row["withdrawn"]:
+        if row["reason"]:
+            copied.add(row["text"])
+        elif is_removable(row):
             rows[row["shard"], row["offset"]] = dict(row, reason=f"withdrawn:{reason}")
+        if is_removable(row) and came_in(row):
+            count_document(row, names, entries_of)
     return rows, copied
 
 
+def entries_by_name(entries):
+    """{name: the entries that have it}"""
+    entries_of = {}
+    for entry in entries:
+        for name in entry.names:
+            entries_of.setdefault(name, []).append(entry)
+    return entries_of
+
+
+def count_document(row, names, entries_of):
+    """Count a document in each entry that names it, once. names: of the row and of some entry."""
+    for entry in {entry.number: entry for name in names for entry in entries_of[name]}.values():
+        if row["withdrawn"]:
+            entry.withdrawn += 1
+        else:
+            entry.reasons[first_kind(names & entry.names)] += 1
+
+
 def is_removable(row):
-    """Whether a document was kept and is no planted passage, which did not come in and has 0 bytes."""
-    return was_kept(row) and row["bytes"] > 0
+    """Whether a row is of a document that was kept. A planted passage did not come in."""
+    return was_kept(row) and (came_in(row) or is_last_part(row))
+
+
+def documents_of(rows):
+    """The rows that count a document, of those that choose_rows() has chosen: all but the last parts."""
+    return [row for row in rows.values() if came_in(row)]
 
 
 def opt_out_of(row, store):
@@ -218,7 +238,7 @@ def opt_out_of(row, store):
 
 def count_reasons(rows):
     """{reason: documents}, the commonest first. A reason is a kind of names, or robots:AGENT without the rule."""
-    reasons = (row["reason"].removeprefix("withdrawn:") for row in rows.values())
+    reasons = (row["reason"].removeprefix("withdrawn:") for row in documents_of(rows))
     return dict(Counter(sorted(":".join(reason.split(":")[:2]) for reason in reasons)).most_common())
 
 
@@ -259,6 +279,8 @@ def print_kept(rows, copied, store, folder):
         if row["reason"] or (row["shard"], row["offset"]) in rows:
             continue
         left.add((row["source"], row["split"]))
+        if is_last_part(row):
+            continue
         copies += [row["id"]] * (row["text"] in copied)
         unknown += bool(store) and verdict(row["url"], **store)[1] == "no-robots"
     if copies:
@@ -287,7 +309,7 @@ def record_of(path, entries, rows):
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         file=path,
         sha256=sha256_of_store(path),
-        documents=len(rows),
+        documents=len(documents_of(rows)),
         tokens=added(rows.values(), "tokens"),
         reasons=count_reasons(rows),
         entries=[dict(number=entry.number, sha256=entry.sha256, reasons=dict(entry.reasons), withdrawn=entry.withdrawn)
