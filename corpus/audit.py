@@ -28,7 +28,7 @@ from tqdm import tqdm
 from configurator import run
 from corpus.dedup import LONG, fingerprint, normalized, signatures, words
 from corpus.folder import shards_of
-from corpus.ledger import first_kind, is_email, ledger_rows, names_in, names_of, was_kept
+from corpus.ledger import came_in, first_kind, is_email, is_last_part, ledger_rows, names_in, names_of, was_kept
 from corpus.pii import scrub_pii
 from corpus.readers import kind_of
 from corpus.report import counted, described, verify
@@ -156,16 +156,23 @@ def search_texts(text, folder, meta, similarity):
 
 
 def texts_of(folder, meta):
-    """Yield (row, text) of all kept documents, decoded from the shards, with a progress bar."""
+    """
+    Yield (row, text) of all kept documents, decoded from the shards, with a progress bar. The last part of a cut
+    document comes with the part before it.
+    """
     tok, shards = load_for(folder), shards_of(meta)
     stream = Stream(folder, shards, 1)
     begins = {shard["file"]: begin for shard, begin in zip(shards, stream.begins)}
     with tqdm(desc="texts", total=stream.n_tokens, unit="tok", unit_scale=True, disable=None,
               leave=False) as progress:
+        text = ""
         for row in ledger_rows(folder):
             if not row["reason"]:
                 ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
-                yield row, tok.decode(ids[1:-1].tolist())
+                # A passage may begin before the cut of a document and end behind it.
+                before = text if is_last_part(row) else ""
+                text = before + tok.decode(ids[1:-1].tolist())
+                yield row, text
                 progress.update(row["tokens"])
 
 
@@ -180,7 +187,8 @@ def print_matches(query, folder, similarity, when):
     """
     meta, report = described(folder)
     matches = find_rows(query, folder, meta, similarity)
-    of_host = [row for _, row in matches if any(kind == "host" for kind, _ in names_of(row) & query.names)]
+    documents = [row for _, row in matches if came_in(row)]
+    of_host = [row for row in documents if any(kind == "host" for kind, _ in names_of(row) & query.names)]
     if of_host:
         kept = sum(not row["reason"] for row in of_host)
         print(f"{query.asked} is the host of {counted(len(of_host), 'document')} that came in; kept: {kept:,}")
@@ -200,8 +208,9 @@ def answer(how, row, originals, folder):
     """A sentence about a row that find_rows() has found. originals: {text: id} of the rows that duplicates may copy."""
     origin = "".join(f", {row[name]}" for name in ("url", "license", "language") if row[name])
     if not row["reason"]:
-        return (f"{row['id']} is in {folder}, by {how}: {counted(row['tokens'], 'token')} of source {row['source']}, "
-                f"{row['split']}, from token {row['offset']:,} of {row['shard']}{origin}")
+        part = " (its last part)" if is_last_part(row) else ""
+        return (f"{row['id']}{part} is in {folder}, by {how}: {counted(row['tokens'], 'token')} of source "
+                f"{row['source']}, {row['split']}, from token {row['offset']:,} of {row['shard']}{origin}")
     of = ""
     if row["reason"] == "duplicate":
         of = f" of {originals.get(row['text'], 'a planted passage')}"

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from publicsuffixlist import PublicSuffixList
 
-from corpus.ledger import ledger_rows
+from corpus.ledger import came_in, ledger_rows
 from corpus.reservations import RESERVED
 from corpus.robots import FILE_STATES, file_state
 from corpus.urls import host_key, site_key
@@ -63,9 +63,9 @@ def write_hosts(folder, store, reservations):
 def sizes_of_hosts(folder):
     """({host: [documents, bytes]} that came in, the same of those that opt-outs have removed)."""
     seen, lost = {}, {}
-    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
+    for row in ledger_rows(folder, ["url", "reason", "bytes", "tokens"]):
         host = site_key(row["url"])
-        if host:
+        if host and came_in(row):
             add_size(seen, host, row)
             if row["reason"].partition(":")[0] in OPT_OUTS:
                 add_size(lost, host, row)

@@ -11,7 +11,10 @@ The ledger, documents.parquet: a row for each document that came in, without its
 
     in = kept + removed, in documents and in bytes, by source, language, license and reason
 
-Each copy of a planted passage has a row too: its tokens are in the shards, but it did not come in, so it has 0 bytes.
+Two kinds of rows have tokens and 0 bytes, because they count no document that came in:
+
+    a copy of a planted passage           its text is 0
+    the last part of a cut document       its row follows that of the first part, with the same id, url and text
 
 Rows are in the order of the input. All numbers of a report are sums over them (corpus/report.py).
 """
@@ -67,6 +70,16 @@ def ledger_rows(folder, columns=None):
 def was_kept(row):
     """Whether a document is in the shards, or was until --remove."""
     return not row["reason"] or bool(row["withdrawn"])
+
+
+def came_in(row):
+    """Whether a row counts a document that came in."""
+    return row["bytes"] > 0 or row["tokens"] == 0
+
+
+def is_last_part(row):
+    """Whether a row is the last part of a cut document, whose first part has the row before."""
+    return not came_in(row) and row["text"] != 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def sums(folder):
 
         rule, detail        the reason's first two parts: robots, GPTBot; "" for kept documents
         documents           how many came in
-        rows                how many rows there are, copies of planted passages included
+        rows                how many rows there are: copies of planted passages and last parts of documents included
         id                  the first one in the alphabet
         tokens_about        tokens, estimated where the documents were not tokenized
     """
@@ -72,8 +72,9 @@ def sums(folder):
     for rows in ledger(folder):
         parts_of_reason = pc.extract_regex(rows["reason"], "(?s)^(?P<rule>[^:]*):?(?P<detail>[^:]*)")
         rule, detail = parts_of_reason.combine_chunks().flatten()
-        came_in = pc.or_(pc.greater(rows["bytes"], 0), pc.not_equal(rows["reason"], ""))
-        columns = dict(rule=rule, detail=detail, documents=came_in.cast("int64"), rows=came_in.is_valid().cast("int64"))
+        # As ledger.came_in() has it.
+        documents = pc.or_(pc.greater(rows["bytes"], 0), pc.equal(rows["tokens"], 0)).cast("int64")
+        columns = dict(rule=rule, detail=detail, documents=documents, rows=documents.is_valid().cast("int64"))
         for name, column in columns.items():
             rows = rows.append_column(name, column)
         parts.append(summed(rows))
@@ -153,6 +154,7 @@ def write_report(folder, vocabulary, shards, provenance):
         sources=totals_by(rows, "source"),
         languages=totals_by(rows, "language"),
         licenses=totals_by(rows, "license"),
+        cut=cut_documents(grouped(rows, "source", "split")),
         unreadable={problem: [added(group, "documents"), min(row["id"] for row in group)]
                     for (rule, problem), group in by_detail.items() if rule == "unreadable"},
         outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
@@ -185,8 +187,31 @@ def meta_of(rows, vocabulary, shards):
     return meta
 
 
+def cut_documents(by_split):
+    """
+    How many documents are cut, the bytes of their last parts, and the first id; None if no document is cut. by_split:
+    {(source, split): rows of sums()}.
+    """
+    # For validation there are no planted passages, so a row that counts no document is a last part.
+    parts = [row for (_, split), rows in by_split.items() for row in rows
+             if split == "val" and row["rows"] > row["documents"]]
+    if not parts:
+        return None
+    documents = added(parts, "rows") - added(parts, "documents")
+    return dict(documents=documents, bytes=added(parts, "written"), first=min(row["id"] for row in parts))
+
+
+def note_on_cut(cut):
+    """A sentence about cut documents, in a list; [] if there are none. cut: of cut_documents()."""
+    if not cut:
+        return []
+    n, size = cut["documents"], sized(cut["bytes"])
+    return [f"{counted(n, 'document')} {'is' if n == 1 else 'are'} cut, such as {cut['first']}, because the source has "
+            f"no other: the last part ({size}) is for validation"]
+
+
 def notes(report):
-    """Sentences about documents that were not read, not as UTF-8, or not checked; and about removed licences."""
+    """Sentences about documents that were not read, not as UTF-8, not checked, or cut; and about removed licences."""
     unreadable = report["unreadable"].items()
     sentences = [f"{n:,} could not be read: {problem}, such as {first}" for problem, (n, first) in unreadable]
     # Reports of older versions do not name encodings.
@@ -197,6 +222,7 @@ def notes(report):
     if n := report["without_url"]:
         sentences.append(f"{counted(n, 'document')} {'has' if n == 1 else 'have'} no URL: not checked for opt-outs of "
                          "hosts")
+    sentences += note_on_cut(report.get("cut"))
     # Reports of older versions do not count the statements of documents.
     if report["robots"] and "statements" in report["robots"]:
         sentences += opt_outs_consulted(report)

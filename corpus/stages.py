@@ -65,6 +65,9 @@ SPLITS = ("train", "val")
 PLANTED = -1
 # The day at the start of a date as ISO 8601 writes it, or nothing.
 DAY = re.compile(r"(?:\d{4}-\d\d-\d\d)?")
+LINE = re.compile(b"\n")
+# A document is cut if its last part has at least this many bytes, some words.
+LAST = 8
 # The settings that name files with the opt-outs of hosts.
 STORES = ("robots", "reservations", "blocked")
 
@@ -479,21 +482,52 @@ def judge(number, work):
     for name in PLACE:
         documents[name] = rows[name]
     source = pc.index_in(rows["source"], pyarrow.array(sources)).to_numpy()
-    documents["row"], documents["stream"] = kept, 2 * source + validation(rows, work)
+    documents["row"], documents["stream"] = kept, 2 * source
+    documents = split_off_validation(documents, rows["text"].to_numpy(), work)
     np.save(work.folder / "documents.npy", documents[np.lexsort((documents["id_hash"], documents["stream"]))])
     write_table(pyarrow.table(dict(reason=reason)), work.folder / "reasons.parquet")
     return dict(sources=sources, groups=n)
 
 
-def validation(rows, work):
-    """Whether a row is for validation, by the hash of its text or id: bool (n,). A single document is for training."""
-    hashes = rows["id_hash" if work.plan.by_id else "text"].to_numpy()
-    came_in = rows["group"].to_numpy() != PLANTED
+def split_off_validation(documents, texts, work):
+    """
+    Move documents to validation by the hash of their text or id, and cut the only document of a source: its last part
+    is for validation, the rest for training. texts: the fingerprints, uint64 (n,). Returns the documents with a second
+    entry after that of each cut one.
+    """
+    hashes = documents["id_hash"] if work.plan.by_id else texts
+    came_in = documents["group"] != PLANTED
+    sizes = np.bincount(documents["stream"][came_in], minlength=documents["stream"].max() + 1)
+    alone = came_in & (sizes[documents["stream"]] == 1)
+    last = np.zeros(len(documents), np.int64)              # bytes of the last part
+    last[alone] = [last_part(text.encode(), work.plan.val_share) for text in texts_of(documents[alone], work)]
+    val = came_in & (last == 0) & (hashes / 2.0**64 < work.plan.val_share)
     if came_in.sum() == 1:
-        return np.zeros(len(rows), bool)
-    val = came_in & (hashes / 2.0**64 < work.plan.val_share)
-    # If no hash is below val_share, the document with the smallest one is for validation.
-    return val if val.any() else came_in & (hashes == hashes[came_in].min())
+        val[:] = False                                     # training needs the only document
+    elif not val.any() and not last.any():
+        val = came_in & (hashes == hashes[came_in].min())
+    documents["stream"] += val
+    parts = np.repeat(documents, 1 + (last > 0))
+    second = np.diff(parts["row"], prepend=-1) == 0
+    parts["written"][np.flatnonzero(second) - 1] -= last[last > 0]
+    parts["written"][second] = last[last > 0]
+    parts["offset"][second] += (documents["written"] - last)[last > 0]
+    parts["stream"][second] += 1
+    return parts
+
+
+def last_part(text, share):
+    """
+    How many bytes the last part of a text (UTF-8) has: about this share of it, from the begin of a line on if one is
+    near, else from the begin of a character. 0 if one of the two parts would be too short.
+    """
+    ideal = round(len(text) * (1 - share))
+    near = min(ideal, len(text) - ideal) // 2
+    lines = [newline.end() for newline in LINE.finditer(text, ideal - near, ideal + near)]
+    begin = min(lines, key=lambda at: abs(at - ideal), default=ideal)
+    while begin < len(text) and text[begin] & 0xC0 == 0x80:
+        begin -= 1
+    return len(text) - begin if min(begin, len(text) - begin) >= LAST else 0
 
 
 def planted_rows(work):
@@ -617,7 +651,7 @@ def provenance_of(work, tokenizer):
         robots=opt_outs_of(work),
         period=period_of(work),
         rule=f"A document is for validation where 64 bits of the {hashed} over 2^64 are below {plan.val_share}; if "
-        "none is, the one with the least. A single document is for training.",
+        "none is, the one with the least. The only document of a source is cut: its last part is for validation.",
         pii=dict(scrubbed=plan.pii),
         probes=dict(
             file=plan.probes, passages=len(work.passages), repetitions=plan.repetitions,
@@ -695,18 +729,27 @@ def ledger_tables(work):
     where = pyarrow.table(dict(
         split=split, shard=file, offset=at - begins[shard], tokens=tokens, written=documents["written"]))
     reasons = read_table(work.folder / "reasons.parquet")["reason"]
-    # The place of each row among the kept documents; -1: it was removed.
-    place = np.full(len(reasons), -1)
-    place[documents["row"]] = np.arange(len(documents))
+    # {row: its places among the documents}: none if it was removed, two if it was cut.
+    order = np.lexsort((documents["stream"], documents["row"]))
+    n_places = np.bincount(documents["row"], minlength=len(reasons))
+    ends = np.cumsum(n_places)
     done = 0
     for number in [*range(work.result("judge")["groups"]), PLANTED]:
         rows = read_table(sifted(work, number))
-        places = place[done:done + len(rows)]
-        kept = where.take(pyarrow.array(places, mask=places < 0))
-        columns = {name: table[name] for table in (rows, kept) for name in table.column_names}
-        for name in ("tokens", "written", *TAGS):
-            columns[name] = pc.if_else(places >= 0, columns[name], 0)
-        columns["reason"] = reasons[done:done + len(rows)]
+        n = n_places[done:done + len(rows)]
+        kept = np.repeat(n > 0, np.maximum(n, 1))
+        index = np.repeat(np.arange(len(rows)), np.maximum(n, 1))
+        places = np.zeros(len(index), np.int64)
+        places[kept] = order[ends[done - 1] if done else 0:][:kept.sum()]
+        taken, placed = rows.take(index), where.take(pyarrow.array(places, mask=~kept))
+        columns = {name: table[name] for table in (taken, placed) for name in table.column_names}
+        first = np.diff(index, prepend=-1) > 0
+        columns["bytes"] = pc.if_else(first, columns["bytes"], 0)
+        for name in TAGS:
+            columns[name] = pc.if_else(kept & first, columns[name], 0)
+        for name in ("tokens", "written"):
+            columns[name] = pc.if_else(kept, columns[name], 0)
+        columns["reason"] = reasons[done:done + len(rows)].take(index)
         done += len(rows)
         yield pyarrow.table(columns)
 

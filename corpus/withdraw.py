@@ -34,9 +34,11 @@ from corpus.folder import clear, empty, publish, shards_of, write_shard
 from corpus.hosts import HOST_FILES
 from corpus.ledger import (
     FILE,
+    came_in,
     changed,
     first_kind,
     is_email,
+    is_last_part,
     ledger_rows,
     names_in,
     names_of,
@@ -85,9 +87,10 @@ def withdraw(path, out, final, tmp=None):
     if not rows:
         nothing = f"it refuses no kept document of {out}" if store else f"none of it is in {out}"
         raise ValueError(f"{path}: {unmatched or nothing}. Nothing was removed")
-    if len(rows) == report["total"]["documents"]:
+    documents = documents_of(rows)
+    if len(documents) == report["total"]["documents"]:
         raise ValueError(f"{path}: {out} would keep no document. Delete the folder instead. Nothing was removed")
-    removed = f"{counted(len(rows), 'document')} ({counted(added(rows.values(), 'tokens'), 'token')})"
+    removed = f"{counted(len(documents), 'document')} ({counted(added(rows.values(), 'tokens'), 'token')})"
     if tmp:
         new = delete(rows, final, tmp, meta, report, record_of(path, entries, rows))
         print(f"{out}: {removed} removed, {new['total']['documents']:,} stay; version {meta['version'][:16]} is now "
@@ -171,7 +174,7 @@ def choose_meanings(entries, folder):
     asked = {name for entry in entries for names in entry.meanings for name in names}
     sizes = Counter()
     for row in ledger_rows(folder) if asked else ():
-        if is_removable(row):
+        if is_removable(row) and came_in(row):
             # A document that was removed before counts 0, but its entry has a match.
             sizes.update(dict.fromkeys(names_of(row) & asked, not row["withdrawn"]))
     for entry in entries:
@@ -196,7 +199,8 @@ def choose_rows(entries, store, folder):
             copied.add(row["text"])
         if not reason or not is_removable(row):
             continue
-        count_document(row, names, entries_of)
+        if came_in(row):
+            count_document(row, names, entries_of)
         if not row["withdrawn"]:
             rows[row["shard"], row["offset"]] = dict(row, reason=f"withdrawn:{reason}")
     return rows, copied
@@ -212,8 +216,13 @@ def count_document(row, names, entries_of):
 
 
 def is_removable(row):
-    """Whether a document was kept and is no planted passage, which did not come in and has 0 bytes."""
-    return was_kept(row) and row["bytes"] > 0
+    """Whether a row is of a document that was kept. A planted passage did not come in."""
+    return was_kept(row) and (came_in(row) or is_last_part(row))
+
+
+def documents_of(rows):
+    """The rows that count a document, of those that choose_rows() has chosen: all but the last parts."""
+    return [row for row in rows.values() if came_in(row)]
 
 
 def opt_out_of(row, store):
@@ -224,7 +233,7 @@ def opt_out_of(row, store):
 
 def count_reasons(rows):
     """{reason: documents}, the commonest first. A reason is a kind of names, or robots:AGENT without the rule."""
-    reasons = (row["reason"].removeprefix("withdrawn:") for row in rows.values())
+    reasons = (row["reason"].removeprefix("withdrawn:") for row in documents_of(rows))
     return dict(Counter(sorted(":".join(reason.split(":")[:2]) for reason in reasons)).most_common())
 
 
@@ -265,6 +274,8 @@ def print_kept(rows, copied, store, folder):
         if row["reason"] or (row["shard"], row["offset"]) in rows:
             continue
         left.add((row["source"], row["split"]))
+        if is_last_part(row):
+            continue
         copies += [row["id"]] * (row["text"] in copied)
         unknown += bool(store) and verdict(row["url"], **store)[1] == "no-robots"
     if copies:
@@ -293,7 +304,7 @@ def record_of(path, entries, rows):
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         file=path,
         sha256=sha256_of_store(path),
-        documents=len(rows),
+        documents=len(documents_of(rows)),
         tokens=added(rows.values(), "tokens"),
         reasons=count_reasons(rows),
         entries=[dict(number=entry.number, sha256=entry.sha256, reasons=dict(entry.reasons), withdrawn=entry.withdrawn)

@@ -290,3 +290,51 @@ def test_what_cannot_be_written_leaves_the_data_as_they_were(data, made, tmp_pat
     for asked in (f"--remove={tmp_path}/list", made / "in.jsonl"):
         refuse(says, asked, f"--out={data}")
         assert written(data) == before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a document that is cut, since its source has no other
+
+
+@pytest.fixture
+def cut(tmp_path):
+    """A data folder of 20 documents of one source and a longer one of another, of uni.example."""
+    longer = "".join(f"{i}: {text(i, 12)}\n" for i in range(200))
+    every = [*rows(20), dict(id="letter", text=longer, url="https://uni.example/a", lang="als_Latn", license="cc0")]
+    source = write_lines(tmp_path / "in.jsonl", every)
+    fill(tmp_path / "data", source, "--source_by=lang", "--val_share=0.1", "--shard_tokens=5000")
+    return tmp_path / "data"
+
+
+def test_a_cut_document_is_found_as_one_also_by_a_passage_across_the_cut(cut):
+    """Its first part was read by a run, its last part was not."""
+    first, last = (row for row in kept(cut) if row["id"] == "in.jsonl:letter")
+    assert (first["split"], last["split"], last["bytes"], last["text"]) == ("train", "val", 0, first["text"])
+    run("train.py", "configs/tiny.py", f"--data={cut}", f"--out={cut}.run", "--total_samples=560", "--eval_every=0")
+    said = ask(cut, "--find=letter", f"--when={cut}.run").splitlines()
+    assert said[0].startswith(
+        f"in.jsonl:letter is in {cut}, by this id: {first['tokens']:,} tokens of source als_Latn, train"
+    )
+    assert said[1].startswith("    read at ")
+    assert said[2].startswith(f"in.jsonl:letter (its last part) is in {cut}, by this id: {last['tokens']:,} tokens")
+    assert said[3] == f"    for validation: {cut}.run was not trained on it"
+    before, after = (texts_of(cut)[split] for split in ("train", "val"))
+    passage = max(before, key=len)[-60:] + max(after, key=len)[:60]
+    assert "in.jsonl:letter (its last part)" in ask(cut, f"--find={passage}")
+    assert "uni.example is the host of 1 document that came in; kept: 1\n" in ask(cut, "--find=uni.example")
+
+
+@pytest.mark.parametrize("name", ["list", "new.jsonl"])
+def test_both_parts_of_a_cut_document_are_removed_as_one_document(cut, tmp_path, name):
+    """By its host, and by a newer store of robots.txt."""
+    store = json.dumps(dict(domain="uni.example", content="User-agent: GPTBot\nDisallow: /"))
+    put(tmp_path, {"list": "uni.example", "new.jsonl": store})
+    gone = [row for row in kept(cut) if row["source"] == "als_Latn"]
+    said = fill(cut, f"--remove={tmp_path}/{name}")
+    assert f": 1 document ({sum(row['tokens'] for row in gone):,} tokens) removed, 20 stay" in said
+    assert "source als_Latn keeps no document for training" in said
+    assert not any("uni.example" in (row["url"] or "") for row in kept(cut))
+    assert "21 documents in = 20 kept + 1 removed" in ask(cut)
+    assert report(cut)["total"]["removed"] == dict(withdrawn=[1, gone[0]["bytes"]])
+    assert (report(cut)["cut"], report(cut)["removals"][0]["documents"]) == (None, 1)
+    assert "letter came in and was removed: withdrawn" in ask(cut, "--find=letter")

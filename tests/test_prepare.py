@@ -18,6 +18,7 @@ import pyarrow.parquet
 import pytest
 from conftest import ROOT
 from corpora import BYTE, fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
+from lab import run as run_module
 
 import prepare
 import tokenizer
@@ -292,14 +293,91 @@ def test_rows_without_the_key_of_their_licence_are_removed_where_licences_are_ch
     assert [row["reason"] for row in ledger(tmp_path / "out")] == ["", "", "license"]
 
 
-def test_a_single_document_is_for_training_and_two_are_not(tmp_path):
-    """Its copy is removed. Whatever the hashes of two documents are, one of them is for validation."""
+# ----------------------------------------------------------------------------------------------------------------------
+# the only document of a source is cut
+
+POEM = "".join(f"Line {i} of the poem: {text(i, i % 9)}" for i in range(400))
+
+
+def test_the_last_part_of_the_only_document_is_for_validation_from_the_begin_of_a_line_on(tmp_path):
+    """Its copy is removed. The parts, in many shards, are the text again; no other number changes."""
+    put(tmp_path, {"in/a.txt": POEM, "in/b.txt": POEM})
+    said = fill(tmp_path / "out", tmp_path / "in", "--val_share=0.1", "--shard_tokens=700")
+    (train,), (val,) = texts_of(tmp_path / "out").values()
+    assert train + val == POEM and train.endswith("\n")
+    # One line has less than 80 characters.
+    assert abs(len(val) - 0.1 * len(POEM)) < 80
+    assert (
+        f"1 document is cut, such as a.txt, because the source has no other: the last part ({len(val) / 1000:.1f} kB)"
+        in said
+    )
+    assert "1 document is cut, such as a.txt" in (tmp_path / "out" / "report.md").read_text()
+    total = report(tmp_path / "out")["total"]
+    assert (total["documents_in"], total["documents"], total["bytes"]) == (2, 1, len(POEM))
+    assert (total["written"], total["tokens"]) == (len(POEM), len(POEM) + 4)
+    assert "2 documents in = 1 kept + 1 removed" in run_module("corpus.audit", tmp_path / "out").stdout
+
+
+def test_the_only_document_of_a_source_is_cut_and_the_vocabulary_learns_from_its_first_part(tmp_path):
+    """The others are split by their hashes. Planted passages count for no source."""
+    every = [dict(text=text(i) * 9, lang="x") for i in range(60)] + [
+        dict(text="one word\n" * 900 + "zqzqj " * 2000, lang="y")
+    ]
+    put(tmp_path, {"probes": "A planted passage."})
+    fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", every),
+        "--tokenizer=",
+        "--train_bpe=400",
+        "--source_by=lang",
+        "--val_share=0.5",
+        f"--probes={tmp_path}/probes",
+        "--repetitions=(1,)",
+    )
+    sources = read_meta(str(tmp_path / "out"))["sources"]
+    assert [sources["y"][split]["documents"] for split in ("train", "val")] == [1, 1]
+    assert sources["probes"]["train"]["documents"] == 1
+    rows = [row for row in kept(tmp_path / "out") if row["source"] == "x"]
+    assert {row["split"] == "val" for row in rows if fingerprint(text(int(row["id"].split()[-1]) - 1) * 9) < 2**63} == {
+        True
+    }
+    assert len(tokenizer.load_for(str(tmp_path / "out")).encode(" zqzqj")) > 1
+
+
+# A text, and the part of it that is for validation at --val_share=0.25.
+SMALL_TEXTS = [
+    ("a", ""),
+    ("a" * 28, ""),
+    ("a" * 32, "a" * 8),
+    ("日本語文" * 5, "文日本語文"),
+    ("ab\n" * 12, "ab\n" * 3),
+    ("a title\n" + "b" * 92, "b" * 25),
+]
+
+
+@pytest.mark.parametrize("whole, val", SMALL_TEXTS)
+def test_a_short_document_is_cut_between_characters_or_stays_whole(tmp_path, whole, val):
+    said = fill(tmp_path / "out", put(tmp_path, {"a.txt": whole}) / "a.txt", "--val_share=0.25")
+    assert texts_of(tmp_path / "out") == dict(train=[whole.removesuffix(val)], val=[val] if val else [])
+    assert ("the only document is for training" in said) == (not val)
+
+
+def test_two_documents_are_not_cut_and_without_a_share_none_is(tmp_path):
+    """Whatever the hashes of two documents are, one of them is for validation."""
     inputs = [write_lines(tmp_path / f"{n}.jsonl", [dict(text=text(i)) for i in range(n)] * 2) for n in (1, 2)]
-    shown = fill(tmp_path / "one", inputs[0], "--val_share=0.9")
-    assert "the only document is for training" in shown
+    assert "the only document is for training" in fill(tmp_path / "one", inputs[0], "--val_share=0")
     assert texts_of(tmp_path / "one") == dict(train=[text(0)], val=[])
-    assert "only document" not in fill(tmp_path / "two", inputs[1], "--val_share=0")
+    fill(tmp_path / "two", inputs[1], "--val_share=0")
     assert sorted(map(len, texts_of(tmp_path / "two").values())) == [1, 1]
+
+
+def test_one_text_is_enough_to_train_on(tmp_path):
+    put(tmp_path, {"input.txt": "".join(text(i) for i in range(330))})
+    assert 150_000 < (tmp_path / "input.txt").stat().st_size < 250_000
+    run_module("prepare.py", tmp_path / "input.txt", f"--out={tmp_path}/data")
+    how = "--total_samples=16", "--warmup_samples=8", "--decay_samples=8", f"--out={tmp_path}/run"
+    run_module("train.py", "configs/tiny.py", f"--data={tmp_path}/data", *how)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["val_bpb"] > 0
 
 
 def test_a_vocabulary_is_learnt_from_some_of_the_training_split_alone(tmp_path, monkeypatch):
