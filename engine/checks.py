@@ -13,9 +13,9 @@ CHOICES = dict(
     too_long=["drop", "cut"])
 LORA_ALPHA = 32.0           # the default of train.py, SFT and QRPO
 NOT_NEGATIVE = [
-    "eval_every", "eval_windows", "last_eval_windows", "sample_every", "checkpoint_every", "checkpoint_minutes",
-    "keep_checkpoints", "grad_clip", "batch_ramp_at", "alpha_warmup", "lr", "min_lr", "weight_decay", "hsdp_shard",
-    "timeout", "minutes"]
+    "eval_every", "eval_windows", "last_eval_windows", "eval_conversations", "sample_every", "checkpoint_every",
+    "checkpoint_minutes", "keep_checkpoints", "grad_clip", "batch_ramp_at", "alpha_warmup", "lr", "min_lr",
+    "weight_decay", "hsdp_shard", "timeout", "minutes"]
 
 
 def check_settings(settings):

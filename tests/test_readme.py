@@ -67,6 +67,8 @@ def small(lab, tmp_path, monkeypatch):
     (tmp_path / "exam.txt").write_text("How many legs does a healthy spider have?\n")
     (tmp_path / "letters.csv").write_bytes("body\nGr\xfc\xdfe\nBis bald\n".encode("latin-1"))
     write_lines(tmp_path / "pairs.jsonl", [dict(prompt=f"say {i}", chosen="a", rejected="b") for i in range(8)])
+    heldout = [dict(prompt=f"ask {i}", completion="c") for i in range(3)]
+    write_lines(tmp_path / "heldout.jsonl", heldout)
     chats = pyarrow.json.read_json(lab / "chats.jsonl")
     pyarrow.parquet.write_table(chats, tmp_path / "sharegpt.parquet")
     folders = dict(LAB=lab, NEW=tmp_path, ROOT=ROOT, PYTHON=sys.executable)
