@@ -118,7 +118,7 @@ def hf_files(tok):
     if tok.system is not None:
         settings["default_system"] = tok.system            # for read_vocabulary(); transformers reads the template
         template = f"{{%- set default_system = {json.dumps(tok.system)} -%}}\n{template}"
-    if {*chat.CHAT} <= tok.special.keys() and OUTPUT not in tok.special and not tok.foreign:
+    if {*chat.CHAT} <= tok.special.keys() and OUTPUT not in tok.special and not tok.chat_problem:
         settings["chat_template"] = template
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
 
@@ -161,7 +161,7 @@ def parse(path):
     check_same_ids(path, content, settings, spelled, pieces, in_text)
 
     names = mini_names(id_of)
-    system, foreign = chat_format(folder, settings.get("chat_template"))
+    system, chat_problem = chat_format(folder, settings.get("chat_template"))
     return Vocabulary(
         name=f"bpe:{path}",
         pieces=pieces,
@@ -170,7 +170,7 @@ def parse(path):
         in_text=in_text,
         ends=[names.get(end, end) for end in ends_in(settings)],
         system=settings.get("default_system", system),
-        foreign=foreign)
+        chat_problem=chat_problem)
 
 
 def tokens_in(content):
@@ -211,8 +211,8 @@ def read_optional(folder, file):
 
 def chat_format(folder, template):
     """
-    (system, foreign) of a Vocabulary, by the chat template of a model. A template is a program: it is not rendered, but
-    recognised by its hash or tokens.
+    (system, chat_problem) of a Vocabulary, by the chat template of a model. A template is a program: it is not
+    rendered, but recognised by its hash or tokens.
     """
     if not template and os.path.isfile(f"{folder}/{TEMPLATE}"):
         template = read_text(f"{folder}/{TEMPLATE}")
