@@ -58,26 +58,9 @@ def reported_runs(rows):
     arms = {name: runs for name, runs in arms.items() if runs and not list_failures(runs)}
     if names[0] not in arms:
         raise ValueError(" ".join(list_failures([row for row in rows if row["arm"] == names[0]])))
-<<<<<<< HEAD
-    by_seed = {name: {row["seed"]: row for row in runs} for name, runs in arms.items()}
-    for name in by_seed:
-        check_pairs(names[0], by_seed[names[0]], name, by_seed[name])
-    return by_seed
-
-
-def check_pairs(base, base_runs, name, runs):
-    """ValueError if an arm, {seed: row}, has other seeds or other tokens than the baseline."""
-    if sorted(runs) != sorted(base_runs):
-        raise ValueError(f"{name} has seeds {sorted(runs)}, {base} {sorted(base_runs)}: "
-                         "differences are of runs with the same seed")
-    if any(row["tokens"] != base_runs[seed]["tokens"] for seed, row in runs.items()):
-        raise ValueError(f"{name} was validated after other numbers of tokens than {base}: "
-                         "differences are of runs of the same length")
-=======
     for name, runs in arms.items():
         check_pairs(name, runs, names[0], arms[names[0]])
     return {name: {row["seed"]: row for row in runs} for name, runs in arms.items()}
->>>>>>> refs/heads/studies
 
 
 def check_pairs(name, runs, baseline, baseline_runs):
