@@ -171,7 +171,8 @@ def test_the_numbers_that_pages_quote_stand_in_committed_tables():
 LONGER = {  # words
     "README.md": 900,
     "tests/README.md": 800,
-    "docs/decisions.md": 2_600,
+    "docs/data.md": 800,
+    "docs/decisions.md": 2_300,
     "docs/learn.md": 750,
     "docs/scale.md": 900,
 }
