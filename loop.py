@@ -18,7 +18,8 @@ from schedule import Plan
 
 
 def main(folder="data/stdlib"):
-    # The order of windows is a function of the seed. Goldfish drops one target in 50 by a hash of the 13 before it.
+    # The order of windows is a function of the seed. Goldfish drops about one target in 50, by a hash of it and the 12
+    # tokens before it.
     goldfish = dict(goldfish_k=50, goldfish_h=13, goldfish_hash="product", goldfish_scope="stream")
     data = TokenDataset(folder, "train", block_size=64, seed=28, **goldfish)
     shape = ApertusConfig(vocab_size=data.meta["vocab_size"], block_size=64, n_layer=2, n_head=4, n_kv_head=2,

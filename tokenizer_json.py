@@ -118,7 +118,7 @@ def hf_files(tok):
     if tok.system is not None:
         settings["default_system"] = tok.system            # for read_vocabulary(); transformers reads the template
         template = f"{{%- set default_system = {json.dumps(tok.system)} -%}}\n{template}"
-    if {*chat.CHAT} <= tok.special.keys() and OUTPUT not in tok.special and not tok.foreign:
+    if {*chat.CHAT} <= tok.special.keys() and OUTPUT not in tok.special and not tok.chat_problem:
         settings["chat_template"] = template
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
 
@@ -150,10 +150,7 @@ def parse(path):
     """read_vocabulary(), which catches the errors of files in another form."""
     folder = os.path.dirname(path) or "."
     content, settings = read_json(path), read_optional(folder, "tokenizer_config.json")
-    vocab = content["model"]["vocab"]                      # {spelling of a piece, or name of a token: id}
-    added = {token["content"]: token for token in content["added_tokens"]}
-    id_of = vocab | {name: token["id"] for name, token in added.items()}
-
+    vocab, added, id_of = tokens_in(content)
     spelled = sorted(vocab.keys() - added.keys() - MOVED, key=vocab.get)
     pieces = pieces_of(spelled)
     # Apertus 1.5 has the ids of pictures and sound behind those of text.
@@ -164,7 +161,7 @@ def parse(path):
     check_same_ids(path, content, settings, spelled, pieces, in_text)
 
     names = mini_names(id_of)
-    system, foreign = chat_format(folder, settings.get("chat_template"))
+    system, chat_problem = chat_format(folder, settings.get("chat_template"))
     return Vocabulary(
         name=f"bpe:{path}",
         pieces=pieces,
@@ -173,7 +170,17 @@ def parse(path):
         in_text=in_text,
         ends=[names.get(end, end) for end in ends_in(settings)],
         system=settings.get("default_system", system),
-        foreign=foreign)
+        chat_problem=chat_problem)
+
+
+def tokens_in(content):
+    """
+    The tokens of a tokenizer.json: {spelling of a piece, or name: id} of its model, {name: entry} of the added tokens,
+    and the ids of both.
+    """
+    vocab = content["model"]["vocab"]
+    added = {token["content"]: token for token in content["added_tokens"]}
+    return vocab, added, vocab | {name: token["id"] for name, token in added.items()}
 
 
 def is_in_text(name, added):
@@ -204,8 +211,8 @@ def read_optional(folder, file):
 
 def chat_format(folder, template):
     """
-    (system, foreign) of a Vocabulary, by the chat template of a model. A template is a program: it is not rendered, but
-    recognised by its hash or tokens.
+    (system, chat_problem) of a Vocabulary, by the chat template of a model. A template is a program: it is not
+    rendered, but recognised by its hash or tokens.
     """
     if not template and os.path.isfile(f"{folder}/{TEMPLATE}"):
         template = read_text(f"{folder}/{TEMPLATE}")
@@ -230,9 +237,7 @@ def check_same_ids(path, content, settings, spelled, pieces, in_text):
     content: of tokenizer.json; settings: of tokenizer_config.json; spelled, pieces: by id, in the letters of the file
     and as bytes; in_text: names of the added tokens that ordinary text can produce.
     """
-    vocab = content["model"]["vocab"]
-    added = {token["content"]: token for token in content["added_tokens"]}
-    id_of = vocab | {name: token["id"] for name, token in added.items()}
+    vocab, added, id_of = tokens_in(content)
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in content["model"]["merges"]]
     renumbered = renumbered_names(vocab, id_of, settings.get("added_tokens_decoder", {}))
     ambiguous = [name for name in in_text if is_ambiguous(name, added)]

@@ -34,7 +34,7 @@ NAMED = [
     *chat.CHAT,
 ]
 # The only control tokens that ordinary text can produce: LaTeX, and placeholders for personal data.
-IN_TEXT = NAMED[14:18] + NAMED[36:39]
+IN_TEXT = [r"\begin{", r"\end{", r"\text{", r"\boxed{", "<iban-pii>", "<email-pii>", "<ip-pii>"]
 OUTPUT = "<|tool_output_start|>"    # only Apertus 1.5 has this control token
 
 
@@ -60,7 +60,7 @@ class Vocabulary(NamedTuple):
     in_text: set = IN_TEXT      # names of the control tokens that ordinary text can produce
     ends: tuple = ("<s>", "</s>", "<pad>")          # the names of bos, eos and pad
     system: str | None = None   # the default system message of a conversation; None: that of chat.py
-    foreign: str = ""           # the reason why chat.py cannot write the model's conversations
+    chat_problem: str = ""      # the reason why chat.py cannot write the model's conversations
 
 
 @functools.cache

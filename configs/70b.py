@@ -12,6 +12,9 @@ ffn_dim = 43008
 batch_size = 2048                 # 8.4M tokens a step
 batch_ramp_at = 1_072_164_864     # then 4096: after 4.39T tokens, step 523,518
 micro_batch = 1
+# On nodes of 8 GPUs of 80 GB. By the plan a copy over 32 nodes and recompute = "cheap" is faster, on an ideal network.
+hsdp_shard = 64
+recompute = "selective"
 
 lr = 1e-5                         # the report's own retrospective (sec. 2.6): probably too low for this size
 min_lr = 1e-6

@@ -15,8 +15,9 @@ from pyarrow.parquet import read_table
 from configurator import ROOT
 from corpus import ledger
 from corpus.folder import SPLITS
+from corpus.hosts import write_hosts
 from corpus.pii import TAGS
-from corpus.report import verify, write_hosts, write_report
+from corpus.report import verify, write_report
 from corpus.reservations import MARKS
 from corpus.sift import PLANTED
 from corpus.stores import FILES, SETTINGS, check_stores

@@ -20,6 +20,7 @@ if not __package__:
 
 import os
 import re
+from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
@@ -36,6 +37,7 @@ from engine.files import in_one_line, read_text
 from engine.plot import entries
 from engine.restore import started_stages
 from engine.runs import settings_of
+from schedule import Plan
 from tokenizer import load_for
 
 paths = []                          # data folders; none: data/stdlib
@@ -53,128 +55,32 @@ SHORTEST = 5
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# find
+# what to find
 
 
-def find_rows(folder, meta):
-    """
-    [(how it matches, row)] of all documents of a folder whose id, URL, host or text is `find`, and for removed ones of
-    the kept ones that have their text. If no id, URL or host matches, the shards are searched (search_shards).
-    """
-    is_file = os.path.isfile(find)
-    text = read_text(find).removeprefix("\ufeff") if is_file else find
+@dataclass
+class Query:
+    """What a user looks for: an id, a URL, a host or a text."""
+    asked: str          # as the user wrote it: the text itself, or the name of a file
+    is_file: bool
+    text: str           # the content of the file, or what was asked
+    names: set          # as names_of() has them
+
+    @property
+    def is_short(self):
+        """Whether the text has too few bytes to be searched inside of documents."""
+        return len(self.text.encode("utf-8", "replace")) < SHORTEST
+
+
+def read_query(asked):
+    """The Query of --find. ValueError: nothing is asked, or the file has no text."""
+    is_file = os.path.isfile(asked)
+    text = read_text(asked).removeprefix("\ufeff") if is_file else asked
     if not text.strip():
-        raise ValueError(f"find={find!r} is empty: want an id, a URL, a host, a text, or a text file")
+        raise ValueError(f"find={asked!r} is empty: want an id, a URL, a host, a text, or a text file")
     # A file is found by its text alone.
-    wanted, matches = set() if is_file else set().union(*names_in(find)), []
-    wanted.add(("text", fingerprint(text)))
-    for row in ledger_rows(folder):
-        same = names_of(row) & wanted
-        if same:
-            matches.append((f"this {first_kind(same).replace('url', 'URL')}", row))
-    searches = all(match == "this text" for match, _ in matches)
-    matches += copies_of([row for _, row in matches], folder)
-    if not searches or is_short(text):
-        return matches
-    equal = {row["id"] for _, row in matches}
-    similar = search_shards(folder, meta, text)
-    return matches + [(match, row) for match, row in similar if row["id"] not in equal]
-
-
-def is_short(text):
-    """Whether a text has too few bytes to be searched inside of documents."""
-    return len(text.encode("utf-8", "replace")) < SHORTEST
-
-
-def copies_of(rows, folder):
-    """
-    [(how it matches, row)] of the documents, not among these rows, that have the text of a removed one among them: they
-    are kept, or were until --remove.
-    """
-    known = {row["id"] for row in rows}
-    removed = {row["text"]: row["id"] for row in rows if row["reason"]}
-    return [(f"the text of {removed[row['text']]}", row) for row in (ledger_rows(folder) if removed else ())
-            if row["text"] in removed and was_kept(row) and row["id"] not in known]
-
-
-def search_shards(folder, meta, text):
-    """
-    Yield (how it matches, row) of kept documents with a similar MinHash signature (+- 0.04 at 0.8), or that hold the
-    text, but for white space. Reads all tokens, at a few MB/s.
-    """
-    ids, ends = words([text[:LONG]])
-    signature = signatures(ids, ends) if len(ids) >= 5 else None
-    passages = {normalized(text)}
-    # Personal data in the shards is replaced, but not in code.
-    if len(ids) >= PASSAGE:
-        passages.add(normalized(scrub_pii(text)[0]))
-    tok, shards = load_for(folder), shards_of(meta)
-    stream = Stream(folder, shards, 1)
-    begins = {shard["file"]: begin for shard, begin in zip(shards, stream.begins)}
-    with tqdm(desc="texts", total=stream.n_tokens, unit="tok", unit_scale=True, disable=None,
-              leave=False) as progress:
-        whole = ""
-        for row in ledger_rows(folder):
-            if row["reason"]:
-                continue
-            ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
-            # A passage may begin before the cut of a document and end behind it.
-            whole = whole * is_last_part(row) + tok.decode(ids[1:-1].tolist())
-            document = whole
-            # A text of fewer words is one shingle, which is no document's.
-            agreement = 0 if signature is None else (signatures(*words([document[:LONG]])) == signature).mean()
-            progress.update(row["tokens"])
-            if agreement >= similarity:
-                yield f"nearly this text, similarity {agreement:.2f}", row
-                continue
-            document = normalized(document)
-            if any(passage in document for passage in passages):
-                yield "this passage", row
-
-
-def print_matches(folder):
-    """
-    Print whether `find` is in a data folder, and with `when` at which steps a run read it. Returns how many documents
-    match.
-    """
-    meta, report = described(folder)
-    matches = find_rows(folder, meta)
-    steps = steps_of([row for _, row in matches if was_kept(row)], folder)
-    originals = {row["text"]: row["id"] for _, row in matches if was_kept(row)}
-    reasons = [row["reason"] for match, row in matches if match == "this host" and came_in(row)]
-    if reasons:
-        print(f"{find} is the host of {counted(len(reasons), 'document')} that came in; kept: {reasons.count(''):,}")
-    for match, row in matches:
-        print(answer(match, row, originals, folder))
-        if when and was_kept(row):
-            print(f"    {next(steps)}")
-    if not matches:
-        print(no_answer(folder, report))
-    return len(matches)
-
-
-def answer(match, row, originals, folder):
-    """A sentence about a row that find_rows() has found. originals: {text: id} of the rows that duplicates may copy."""
-    origin = "".join(f", {row[name]}" for name in ("url", "license", "language") if row[name])
-    if row["reason"]:
-        of = {"duplicate": f" of {originals.get(row['text'], 'a planted passage')}",
-              "near-duplicate": " of a document that --find=FILE with this text names"}.get(row["reason"], "")
-        return f"{row['id']} came in and was removed: {row['reason']}{of}{origin} {row['withdrawn'] or ''}"
-    part, tokens = " (its last part)" * is_last_part(row), counted(row["tokens"], "token")
-    return (f"{row['id']}{part} is in {folder}, by {match}: {tokens} of source {row['source']}, "
-            f"{row['split']}, from token {row['offset']:,} of {row['shard']}{origin}")
-
-
-def no_answer(folder, report):
-    """A sentence for `find` without a match. It says what the search could not see."""
-    if os.path.isfile(find):
-        return f"the text of {find} is not in {folder}, nor a text like it"
-    part = ", nor a part of one"
-    if is_short(find):
-        part = f". Inside of texts it was not searched: it has fewer than {SHORTEST} bytes"
-    elif is_email(find) and report["pii"]["scrubbed"]:
-        part += ". prepare.py has replaced e-mail addresses in all texts but code"
-    return f"{find[:60]!r} is no id, URL, host or text of a document in {folder}{part}"
+    names = set() if is_file else set().union(*names_in(asked))
+    return Query(asked, is_file, text, names | {("text", fingerprint(text))})
 
 
 def looks_like_a_file(name):
@@ -186,42 +92,191 @@ def looks_like_a_file(name):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# find: all functions give a list of (how a document matches, its row of the ledger)
+
+
+def find_rows(query, folder, meta, similarity):
+    """
+    The documents of a folder whose id, URL, host or text is asked for, and for removed ones the kept ones that have
+    their text. If no id, URL or host matches, the texts in the shards are searched.
+    """
+    matches = match_names(query, folder)
+    by_text = all(how == "this text" for how, _ in matches)
+    matches += copies_of([row for _, row in matches], folder)
+    if not by_text or query.is_short:
+        return matches
+    equal = {row["id"] for _, row in matches}
+    similar = search_texts(query.text, folder, meta, similarity)
+    return matches + [(how, row) for how, row in similar if row["id"] not in equal]
+
+
+def match_names(query, folder):
+    """The documents with one of the names of a query, kept or removed."""
+    matches = []
+    for row in ledger_rows(folder):
+        kind = first_kind(names_of(row) & query.names)
+        if kind:
+            matches.append((f"this {'URL' if kind == 'url' else kind}", row))
+    return matches
+
+
+def copies_of(rows, folder):
+    """
+    The documents, not among these rows, that have the text of a removed one among them: they are kept, or were until
+    --remove.
+    """
+    known = {row["id"] for row in rows}
+    removed = {row["text"]: row["id"] for row in rows if row["reason"]}
+    return [(f"the text of {removed[row['text']]}", row) for row in (ledger_rows(folder) if removed else ())
+            if row["text"] in removed and was_kept(row) and row["id"] not in known]
+
+
+def search_texts(text, folder, meta, similarity):
+    """
+    The kept documents with a similar MinHash signature (+- 0.04 at 0.8), or that hold the text, but for white space.
+    Reads all tokens, at a few MB/s.
+    """
+    ids, ends = words([text[:LONG]])
+    # A text of fewer words is one shingle, which is no document's.
+    signature = signatures(ids, ends) if len(ids) >= 5 else None
+    passages = {normalized(text)}
+    # Personal data in the shards is replaced, but not in code.
+    if len(ids) >= PASSAGE:
+        passages.add(normalized(scrub_pii(text)[0]))
+    matches = []
+    for row, document in texts_of(folder, meta):
+        agreement = 0
+        if signature is not None:
+            agreement = (signatures(*words([document[:LONG]])) == signature).mean()
+        if agreement >= similarity:
+            matches.append((f"nearly this text, similarity {agreement:.2f}", row))
+        elif any(passage in normalized(document) for passage in passages):
+            matches.append(("this passage", row))
+    return matches
+
+
+def texts_of(folder, meta):
+    """
+    Yield (row, text) of all kept documents, decoded from the shards, with a progress bar. The last part of a cut
+    document comes with the part before it.
+    """
+    tok, shards = load_for(folder), shards_of(meta)
+    stream = Stream(folder, shards, 1)
+    begins = {shard["file"]: begin for shard, begin in zip(shards, stream.begins)}
+    with tqdm(desc="texts", total=stream.n_tokens, unit="tok", unit_scale=True, disable=None,
+              leave=False) as progress:
+        text = ""
+        for row in ledger_rows(folder):
+            if not row["reason"]:
+                ids = stream.read(begins[row["shard"]] + row["offset"], np.empty(row["tokens"], np.int64))
+                # A passage may begin before the cut of a document and end behind it.
+                before = text if is_last_part(row) else ""
+                text = before + tok.decode(ids[1:-1].tolist())
+                yield row, text
+                progress.update(row["tokens"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the answer
+
+
+def print_matches(query, folder, similarity, when):
+    """
+    Print whether a document is in a data folder, and at which steps the run `when` has read it, unless that is "".
+    Returns how many documents match.
+    """
+    meta, report = described(folder)
+    matches = find_rows(query, folder, meta, similarity)
+    documents = [row for _, row in matches if came_in(row)]
+    of_host = [row for row in documents if any(kind == "host" for kind, _ in names_of(row) & query.names)]
+    if of_host:
+        kept = sum(not row["reason"] for row in of_host)
+        print(f"{query.asked} is the host of {counted(len(of_host), 'document')} that came in; kept: {kept:,}")
+    originals = {row["text"]: row["id"] for _, row in matches if was_kept(row)}
+    training_run = None
+    for how, row in matches:
+        print(answer(how, row, originals, folder))
+        if when and was_kept(row):
+            training_run = training_run or TrainingRun(when)
+            print(f"    {training_run.steps_with(row, folder)}")
+    if not matches:
+        print(no_answer(query, folder, report))
+    return len(matches)
+
+
+def answer(how, row, originals, folder):
+    """A sentence about a row that find_rows() has found. originals: {text: id} of the rows that duplicates may copy."""
+    origin = "".join(f", {row[name]}" for name in ("url", "license", "language") if row[name])
+    if not row["reason"]:
+        part = " (its last part)" if is_last_part(row) else ""
+        return (f"{row['id']}{part} is in {folder}, by {how}: {counted(row['tokens'], 'token')} of source "
+                f"{row['source']}, {row['split']}, from token {row['offset']:,} of {row['shard']}{origin}")
+    of = ""
+    if row["reason"] == "duplicate":
+        of = f" of {originals.get(row['text'], 'a planted passage')}"
+    elif row["reason"] == "near-duplicate":
+        of = " of a document that --find=FILE with this text names"
+    return f"{row['id']} came in and was removed: {row['reason']}{of}{origin} {row['withdrawn'] or ''}"
+
+
+def no_answer(query, folder, report):
+    """A sentence for a query without a match. It says what the search could not see."""
+    if query.is_file:
+        return f"the text of {query.asked} is not in {folder}, nor a text like it"
+    part = ", nor a part of one"
+    if query.is_short:
+        part = f". Inside of texts it was not searched: it has fewer than {SHORTEST} bytes"
+    elif is_email(query.asked) and report["pii"]["scrubbed"]:
+        part += ". prepare.py has replaced e-mail addresses in all texts but code"
+    return f"{query.asked[:60]!r} is no id, URL, host or text of a document in {folder}{part}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # when: the inverse of data.py
 
 
-def steps_of(rows, folder):
+class TrainingRun:
     """
-    For each row of the ledger, kept or withdrawn, yield a sentence with the steps at which the run `when` has read that
-    document.
+    A run of train.py in a folder, and the data that it has read.
 
-    ValueError: not a run of train.py, or its data have changed since.
+    ValueError: the folder is none of train.py, or its data have changed since.
     """
-    from schedule import Plan
 
-    config = settings_of(when) if os.path.isfile(f"{when}/log.jsonl") else {}
-    if not {"data_hash", "block_size", "batch_ramp_at"} <= config.keys():
-        raise ValueError(f"{when} is not a run of train.py: name its folder, with config.json and log.jsonl")
-    plan = Plan(config["batch_size"], config["batch_ramp_at"], config["block_size"])
-    done = 1 + max((entry["step"] for entry in entries(when) if "lr" in entry), default=-1)
-    until = plan.samples_before(done)
-    data = data_of_run(config, until)
-    first = first_folder(config["data"])
-    shards = {os.path.realpath(os.path.join(first, shard["file"])) for shard in shards_of(data.meta)}
-    # A withdrawn document has no shard any more, only a folder.
-    places = {*shards, *map(os.path.dirname, shards)}
-    begins = f"; it started from {config['init_from']}, which is another run" if config.get("init_from") else ""
-    for row in rows:
-        path = os.path.realpath(f"{folder}/{row['shard'] or ''}")
+    def __init__(self, folder):
+        self.folder = folder
+        self.config = settings_of(folder) if os.path.isfile(f"{folder}/log.jsonl") else {}
+        if not {"data_hash", "block_size", "batch_ramp_at"} <= self.config.keys():
+            raise ValueError(f"{folder} is not a run of train.py: name its folder, with config.json and log.jsonl")
+        self.plan = Plan(self.config["batch_size"], self.config["batch_ramp_at"], self.config["block_size"])
+        self.steps = 1 + max((entry["step"] for entry in entries(folder) if "lr" in entry), default=-1)
+        self.samples = self.plan.samples_before(self.steps)
+        self.data = data_of_run(self.config, self.samples)
+        first = first_folder(self.config["data"])
+        shards = {os.path.realpath(os.path.join(first, shard["file"])) for shard in shards_of(self.data.meta)}
+        # A withdrawn document has no shard any more, only a folder.
+        self.places = {*shards, *map(os.path.dirname, shards)}
+
+    def steps_with(self, row, folder):
+        """
+        A sentence with the steps that have read a document: its row, kept or withdrawn, in the ledger of a data folder.
+        ValueError: the run has read another folder.
+        """
         if row["split"] == "val":
-            yield f"for validation: {when} was not trained on it"
-            continue
-        if path not in places:
-            raise ValueError(f"{when} has read {config['data']}, not {folder}: ask that folder")
+            return f"for validation: {self.folder} was not trained on it"
+        path = os.path.realpath(f"{folder}/{row['shard'] or ''}")
+        if path not in self.places:
+            raise ValueError(f"{self.folder} has read {self.config['data']}, not {folder}: ask that folder")
+        samples = []
         # The run has read the data as they are now, so it has not read a withdrawn document.
-        samples = [] if row["withdrawn"] else samples_of(data, path, row["offset"], row["tokens"], until).tolist()
-        steps = sorted({plan.steps_in(sample) for sample in samples})
-        yield (f"read at {len(steps):,} of the {done:,} steps of {when}: {listed(steps, plan)}{begins}" if steps else
-               f"none of the {done:,} steps of {when} has read it")
+        if not row["withdrawn"]:
+            samples = samples_of(self.data, path, row["offset"], row["tokens"], self.samples).tolist()
+        steps = sorted({self.plan.steps_in(sample) for sample in samples})
+        if not steps:
+            return f"none of the {self.steps:,} steps of {self.folder} has read it"
+        start = self.config.get("init_from")
+        begins = f"; it started from {start}, which is another run" if start else ""
+        return (f"read at {len(steps):,} of the {self.steps:,} steps of {self.folder}: "
+                f"{listed(steps, self.plan)}{begins}")
 
 
 def listed(steps, plan):
@@ -272,19 +327,25 @@ def data_of_run(config, samples):
     return data
 
 
+def print_check(folder):
+    """Recompute all hashes and sums of a data folder, and print the sums. ValueError: it is not as it was written."""
+    sizes = verify(folder)[1]["total"]
+    print(f"{folder}: {counted(sizes['documents_in'], 'document')} in = {sizes['documents']:,} kept + "
+          f"{sizes['documents_in'] - sizes['documents']:,} removed; {counted(sizes['tokens'], 'token')}; "
+          "all hashes as written")
+
+
 def main():
     if when and not find:
         raise ValueError(f"when={when}: say which document: --find=ID, URL, text or file")
+    query = read_query(find) if find else None
     matches = 0
     for folder in paths or ["data/stdlib"]:
         with in_one_line(folder, OSError, ValueError):
-            if find:
-                matches += print_matches(folder)
-                continue
-            sizes = verify(folder)[1]["total"]
-        print(f"{folder}: {counted(sizes['documents_in'], 'document')} in = {sizes['documents']:,} kept + "
-              f"{sizes['documents_in'] - sizes['documents']:,} removed; {counted(sizes['tokens'], 'token')}; "
-              "all hashes as written")
+            if query:
+                matches += print_matches(query, folder, similarity, when)
+            else:
+                print_check(folder)
     if find and not matches and looks_like_a_file(find):
         raise ValueError(f"--find={find}: no such file, and no document has this id, host or text")
 

@@ -1,15 +1,12 @@
 """
-meta.json and the report of a data folder: report.json, report.md, domains.csv, hosts_*.csv. All numbers are sums over
-its ledger.
+meta.json, report.json and report.md of a data folder. All their numbers come from one list, the sums over its ledger.
 
 Removed documents are never tokenized: the report estimates their tokens from their bytes, at the rate of the kept
 documents of the same source and language.
 """
 
-import math
 import os
 from collections import Counter
-from functools import lru_cache
 from operator import itemgetter
 
 import jinja2
@@ -17,17 +14,15 @@ import numpy as np
 import pyarrow
 import pyarrow.compute as pc
 from numpy.lib.format import open_memmap
-from publicsuffixlist import PublicSuffixList
 from tqdm import tqdm
 
 from corpus.folder import shards_of
-from corpus.ledger import FILE, NUMBERS, PII, came_in, ledger, ledger_rows
+from corpus.hosts import HOST_FILES, OPT_OUTS, write_domains
+from corpus.ledger import FILE, NUMBERS, PII, ledger
 from corpus.readers import counts_of
 from corpus.reservations import MARKS, RESERVED, UNKNOWN
-from corpus.robots import FILE_STATES, file_state
 from corpus.rules import RULES
 from corpus.stores import FILES
-from corpus.urls import host_key, site_key
 from engine.files import read_json, read_text, sha256, version, write_flushed, write_json
 
 # Reasons in the order of the rules. Some have details behind a colon: robots:AGENT:RULE, unreadable:PROBLEM.
@@ -49,18 +44,8 @@ REASONS = {
     "near-duplicate": "nearly the same text was kept before",
     "withdrawn": "taken out after the data were made (--remove)",
 }
-OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
 # Tokens of a shard that are in memory at a time.
 PIECE = 1 << 20
-# The share of all domains that the Commission's template for the public summary of training content lists (AI Act,
-# art. 53(1)(d)); hosts or domains in a table of report.md.
-TOP_SHARE, SHOWN = 0.1, 20
-# The files that write_hosts() writes, and the hosts in each.
-HOSTS = {
-    "hosts_refused.csv": "lost documents to opt-outs",
-    "hosts_unknown.csv": "have no robots.txt in the store, or it was not fetched",
-    "hosts_several.csv": "have different files in a store",
-}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,137 +131,20 @@ def totals_by(rows, name):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# hosts and domains
-
-
-def write_hosts(folder, store, reservations):
-    """
-    Write the files HOSTS next to a ledger: documents and bytes of each host, those that it lost or those that came in.
-    Returns how many hosts have a file in the stores, and the SHOWN hosts that lost the most bytes to opt-outs.
-
-    store: open_robots(path) or None. reservations: open_reservations(path) or None.
-    """
-    seen, lost = sizes_of_hosts(folder)
-    states = {host: file_state(host, store) for host in seen}
-    unknown = {host: seen[host] for host in seen if store and states[host] == "unknown"}
-    several = {host: seen.get(host, [0, 0]) for host in hosts_with_several_files(store, reservations)}
-    tables = dict(zip(HOSTS, (lost, unknown, several)))
-    for file, sizes in tables.items():
-        write_sizes(f"{folder}/{file}", "host", sizes)
-    count = Counter(states.values())
-    with_file = {file: [host for host in seen if files.get(host) is not None]
-                 for file, files in (reservations or {}).items()}
-    return dict(
-        top_blocked_hosts=dict(largest(lost)[:SHOWN]),
-        hosts=dict(seen=len(seen), **{state: count[state] for state in FILE_STATES}, several=len(several),
-                   blocked=len(lost)),
-        reservations={file: len(hosts) for file, hosts in with_file.items()},
-        host_files={file: len(sizes) for file, sizes in tables.items() if sizes},
-    )
-
-
-def sizes_of_hosts(folder):
-    """{host: [documents, bytes]} of all documents of a ledger that came in, and of those lost to opt-outs."""
-    seen, lost = {}, {}
-    for row in ledger_rows(folder, ["url", "reason", "bytes", "tokens"]):
-        host = site_key(row["url"])
-        if host and came_in(row):
-            add_size(seen, host, row)
-            if row["reason"].partition(":")[0] in OPT_OUTS:
-                add_size(lost, host, row)
-    return seen, lost
-
-
-def hosts_with_several_files(store, reservations):
-    """The hosts that have different files in a store. store, reservations: as in write_hosts()."""
-    stores = [store, *(reservations or {}).values()]
-    return set().union(*(files.several for files in stores if files))
-
-
-def write_domains(folder):
-    """
-    Write domains.csv next to a ledger: the TOP_SHARE of the registered domains with the most kept text. Returns how
-    many there are and how many it lists, the bytes of both, the first SHOWN, and how many kept documents have no URL,
-    so that no opt-out of a host was consulted for them.
-    """
-    sizes, without_url = {}, 0
-    for row in ledger_rows(folder, ["url", "reason", "bytes"]):
-        # Planted passages did not come in and have no bytes.
-        if row["reason"] or not row["bytes"]:
-            continue
-        host = host_key(row["url"])
-        without_url += not host
-        if host:
-            add_size(sizes, registered_domain(host), row)
-    top = dict(largest(sizes)[:math.ceil(TOP_SHARE * len(sizes))])
-    write_sizes(f"{folder}/domains.csv", "domain", top)
-    return dict(
-        domains=len(sizes),
-        bytes=sum(size for _, size in sizes.values()),
-        listed=len(top),
-        listed_bytes=sum(size for _, size in top.values()),
-        top=dict(largest(top)[:SHOWN]),
-        without_url=without_url)
-
-
-@lru_cache(1 << 16)
-def registered_domain(host):
-    """
-    The name that the owner of a host has registered: a.b.example.co.uk -> example.co.uk, by the part of the Public
-    Suffix List for registries (publicsuffix.org). An address stays as it is.
-    """
-    if ":" in host or host.rpartition(".")[2].isdigit():
-        return host
-    return suffix_list().privatesuffix(host) or host
-
-
-@lru_cache(1)
-def suffix_list():
-    """The Public Suffix List that the package carries, read once; it is never fetched."""
-    return PublicSuffixList(only_icann=True)
-
-
-def add_size(sizes, name, row):
-    """Add a document to {name: [documents, bytes]}."""
-    size = sizes.setdefault(name, [0, 0])
-    size[0] += 1
-    size[1] += row["bytes"]
-
-
-def largest(sizes):
-    """The items of {name: [documents, bytes]}, the most bytes first, equal ones by name."""
-    return sorted(sizes.items(), key=lambda item: (-item[1][1], item[0]))
-
-
-def write_sizes(path, name, sizes):
-    """Write {name: [documents, bytes]} as a table, the most bytes first; no file for none."""
-    if sizes:
-        rows = "".join(f"{key},{documents},{size}\n" for key, (documents, size) in largest(sizes))
-        write_flushed(path, f"{name},documents,bytes\n{rows}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # the files
 
 
 def write_report(folder, vocabulary, shards, provenance):
     """
-    Write meta.json, report.json and report.md next to a ledger. Returns the report.
+    Write meta.json, report.json, report.md and domains.csv next to a ledger. Returns the report.
 
     vocabulary: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. shards: {source: {split: entries of
     its shards}}. provenance: the report's run, inputs, ignored, stores, rule, pii, probes and robots
     (account.provenance_of).
     """
     rows = sums(folder)
-    by_split, by_detail = grouped(rows, "source", "split"), grouped(rows, "rule", "detail")
-    sources = {source: {} for source in shards}
-    for source, splits in shards.items():
-        for split, entries in splits.items():
-            group = by_split.get((source, split), [])
-            sizes = dict(documents=added(group, "rows"), tokens=added(group, "tokens"), bytes=added(group, "written"))
-            sources[source][split] = dict(sizes, shards=entries)
-    meta = dict(vocabulary, sources=sources)
-    meta["version"] = version(meta)
+    meta = meta_of(rows, vocabulary, shards)
+    by_detail = grouped(rows, "rule", "detail")
     languages = sorted(grouped(rows, "source", "language").items())
     report = dict(
         provenance,
@@ -286,7 +154,7 @@ def write_report(folder, vocabulary, shards, provenance):
         sources=totals_by(rows, "source"),
         languages=totals_by(rows, "language"),
         licenses=totals_by(rows, "license"),
-        cut=cut_documents(by_split),
+        cut=cut_documents(grouped(rows, "source", "split")),
         unreadable={problem: [added(group, "documents"), min(row["id"] for row in group)]
                     for (rule, problem), group in by_detail.items() if rule == "unreadable"},
         outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
@@ -303,6 +171,20 @@ def write_report(folder, vocabulary, shards, provenance):
     write_json(f"{folder}/report.json", report)
     write_flushed(f"{folder}/report.md", markdown(report))
     return report
+
+
+def meta_of(rows, vocabulary, shards):
+    """meta.json: the vocabulary, and of each source and split its sums, from rows of sums(), and its shards."""
+    by_split = grouped(rows, "source", "split")
+    sources = {source: {} for source in shards}
+    for source, splits in shards.items():
+        for split, entries in splits.items():
+            group = by_split.get((source, split), [])
+            sizes = dict(documents=added(group, "rows"), tokens=added(group, "tokens"), bytes=added(group, "written"))
+            sources[source][split] = dict(sizes, shards=entries)
+    meta = dict(vocabulary, sources=sources)
+    meta["version"] = version(meta)
+    return meta
 
 
 def cut_documents(by_split):
@@ -329,9 +211,7 @@ def note_on_cut(cut):
 
 
 def notes(report):
-    """
-    Sentences about documents that were not read, not as UTF-8, not checked, or cut; and about removed licences.
-    """
+    """Sentences about documents that were not read, not as UTF-8, not checked, or cut; and about removed licences."""
     unreadable = report["unreadable"].items()
     sentences = [f"{n:,} could not be read: {problem}, such as {first}" for problem, (n, first) in unreadable]
     # Reports of older versions do not name encodings.
@@ -342,7 +222,7 @@ def notes(report):
     if n := report["without_url"]:
         sentences.append(f"{counted(n, 'document')} {'has' if n == 1 else 'have'} no URL: not checked for opt-outs of "
                          "hosts")
-    sentences += note_on_cut(report["cut"])
+    sentences += note_on_cut(report.get("cut"))
     # Reports of older versions do not count the statements of documents.
     if report["robots"] and "statements" in report["robots"]:
         sentences += opt_outs_consulted(report)
@@ -406,7 +286,7 @@ def markdown(report):
     template = environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja"))
     return template.render(report, reasons=REASONS, opt_outs=OPT_OUTS, reserved=RESERVED, counted=counted,
                            sized=sized,
-                           host_files=HOSTS, notes=notes(report))
+                           host_files=HOST_FILES, notes=notes(report))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ import numpy as np
 from corpus import readers
 from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish, shards_of, write_shard
+from corpus.hosts import HOST_FILES
 from corpus.ledger import (
     FILE,
     came_in,
@@ -45,7 +46,7 @@ from corpus.ledger import (
     was_kept,
     write_ledger,
 )
-from corpus.report import HOSTS, added, counted, verify, write_report
+from corpus.report import added, counted, verify, write_report
 from corpus.robots import verdict
 from corpus.stores import open_robots, sha256_of_store
 
@@ -185,33 +186,27 @@ def choose_rows(entries, store, folder):
     ({(shard, offset): row to remove, with its reason}, the texts of rows that were removed before). Counts the
     documents of each entry. entries, store: of read_list().
     """
-    entries_of = entries_by_name(entries)
-    rows, copied = {}, set()
-    for row in ledger_rows(folder):
-        names = names_of(row) & entries_of.keys()
-        reason = opt_out_of(row, store) if store else first_kind(names)
-        if not reason:
-            continue
-        if row["reason"]:
-            copied.add(row["text"])
-        elif is_removable(row):
-            rows[row["shard"], row["offset"]] = dict(row, reason=f"withdrawn:{reason}")
-        if is_removable(row) and came_in(row):
-            count_document(row, names, entries_of)
-    return rows, copied
-
-
-def entries_by_name(entries):
-    """{name: the entries that have it}"""
     entries_of = {}
     for entry in entries:
         for name in entry.names:
             entries_of.setdefault(name, []).append(entry)
-    return entries_of
+    rows, copied = {}, set()
+    for row in ledger_rows(folder):
+        names = names_of(row) & entries_of.keys()
+        reason = opt_out_of(row, store) if store else first_kind(names)
+        if reason and row["reason"]:
+            copied.add(row["text"])
+        if not reason or not is_removable(row):
+            continue
+        if came_in(row):
+            count_document(row, names, entries_of)
+        if not row["withdrawn"]:
+            rows[row["shard"], row["offset"]] = dict(row, reason=f"withdrawn:{reason}")
+    return rows, copied
 
 
 def count_document(row, names, entries_of):
-    """Count a document in each entry that names it, once. names: of the row and of some entry."""
+    """Count a document in each entry that has one of these names of it. entries_of: {name: entries}."""
     for entry in {entry.number: entry for name in names for entry in entries_of[name]}.values():
         if row["withdrawn"]:
             entry.withdrawn += 1
@@ -334,7 +329,7 @@ def delete(rows, final, tmp, meta, report, removal):
     new = tmp / "data"
     new.mkdir()
     streams = cut(final, new, meta, rows, removal["date"])
-    for name in {"tokenizer.json", "probes.json", *HOSTS} & {*os.listdir(final)}:
+    for name in {"tokenizer.json", "probes.json", *HOST_FILES} & {*os.listdir(final)}:
         shutil.copy(final / name, new)
     # Older folders have no removals.
     removals = [without_text(older) for older in report.get("removals", [])]

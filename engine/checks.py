@@ -8,14 +8,14 @@ CHOICES = dict(
     goldfish_scope=["window", "stream"],
     loss_average=["step", "micro"],
     schedule=["wsd", "cosine"],
-    optimizer=["ademamix", "adamw"],
+    optimizer=["ademamix", "adamw", "muon"],
     state_dtype=["float32", "bfloat16"],
     too_long=["drop", "cut"])
 LORA_ALPHA = 32.0           # the default of train.py, SFT and QRPO
 NOT_NEGATIVE = [
-    "eval_every", "eval_windows", "last_eval_windows", "sample_every", "checkpoint_every", "checkpoint_minutes",
-    "keep_checkpoints", "grad_clip", "batch_ramp_at", "alpha_warmup", "lr", "min_lr", "weight_decay", "hsdp_shard",
-    "timeout", "minutes"]
+    "eval_every", "eval_windows", "last_eval_windows", "eval_conversations", "sample_every", "checkpoint_every",
+    "checkpoint_minutes", "keep_checkpoints", "grad_clip", "batch_ramp_at", "alpha_warmup", "lr", "min_lr",
+    "weight_decay", "hsdp_shard", "timeout", "minutes"]
 
 
 def check_settings(settings):
@@ -37,9 +37,12 @@ def check_values(settings):
     for name in NOT_NEGATIVE:
         if settings.get(name, 0) < 0:
             raise ValueError(f"{name}={settings[name]}: want 0 or more; --help says what 0 means")
-    if settings["optimizer"] == "adamw" and settings["state_dtype"] == "bfloat16":
-        raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
-                         "use --optimizer=ademamix, or leave state_dtype out")
+    if settings["optimizer"] != "ademamix" and settings["state_dtype"] == "bfloat16":
+        raise ValueError(f"state_dtype=bfloat16 needs stochastic rounding, which {settings['optimizer']} does not have "
+                         "here: use --optimizer=ademamix, or leave state_dtype out")
+    if settings["optimizer"] == "muon" and (settings.get("parallel") in ("fsdp", "hsdp") or settings.get("exact")):
+        raise ValueError("optimizer=muon needs whole matrices, and shards hold parts of them: use --parallel=ddp, "
+                         "without --exact")
     if settings["lora_alpha"] != LORA_ALPHA and not settings["lora_r"]:
         raise ValueError(f"lora_alpha={settings['lora_alpha']} scales adapters, and this run has none: "
                          "give them a rank, --lora_r=16, or leave lora_alpha out")

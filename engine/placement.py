@@ -49,14 +49,14 @@ class Placement:
     The rank of this process, how many ranks there are (size), and what this one reads and holds.
 
     mode: none | ddp | fsdp | hsdp, or auto: none without a launcher, fsdp on one node, hsdp on several. exact: add
-    gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, even with one process. shard: with
-    hsdp, how many ranks share one copy of the model; 0 = those of a node. sequence_parallel: neighbouring ranks that
+    gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, even with one process. hsdp_shard:
+    how many ranks share one copy of the model; 0 = those of a node. sequence_parallel: neighbouring ranks that
     read the same samples and share each window. ValueError for settings that cannot work.
     """
 
-    def __init__(self, mode, exact, shard, sequence_parallel):
-        self.rank, self.size, self.local_rank, self.node = launched() or (0, 1, 0, 1)      # node: ranks on this one
-        self.mode = choose_mode(mode, exact, is_launched=bool(launched()), size=self.size, node=self.node)
+    def __init__(self, mode, exact, hsdp_shard, sequence_parallel):
+        self.rank, self.size, self.local_rank, self.ranks_on_node = launched() or (0, 1, 0, 1)
+        self.mode = choose_mode(mode, exact, is_launched=bool(launched()), size=self.size, node=self.ranks_on_node)
         self.is_main = self.rank == 0
         # Gradients and losses. An fp32 number has 24 bits and fp64 has 53, so fp64 sums of a few fp32 numbers are exact
         # in any order, unless their magnitudes differ by more than 2^26.
@@ -64,9 +64,9 @@ class Placement:
         self.sum_dtype = torch.float64 if exact else torch.float32
         # Weights: how many ranks share one copy of them, and how many copies there are.
         self.sharded = self.mode in ("fsdp", "hsdp")
-        self.shard = dict(fsdp=self.size, hsdp=shard or self.node).get(self.mode, 1)
-        check_split("hsdp_shard", self.shard, processes=self.size)
-        self.replicas = self.size // self.shard
+        self.shard_size = dict(fsdp=self.size, hsdp=hsdp_shard or self.ranks_on_node).get(self.mode, 1)
+        check_split("hsdp_shard", self.shard_size, processes=self.size)
+        self.replicas = self.size // self.shard_size
         # Samples: this rank takes the share `reader` of `readers` equal ones. Neighbours that share each window read
         # the same samples, and this one computes slice `sequence_rank` of the positions (engine/sequence.py).
         check_split("sequence_parallel", sequence_parallel, processes=self.size)

@@ -22,7 +22,7 @@ def recompute_activations(model, mode):
     products = torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default
 
     def policy(ctx, op, *args, **kwargs):
-        # On a CPU, attention in a short window is two batched products (model.attend).
+        # On a CPU, attention in a short window is two batched products (attention.py).
         keep = "attention" in str(op) or op == torch.ops.aten.bmm.default
         if op in products:
             # Products with a small inner dimension, like those of low-rank matrices, cost little for a large result.

@@ -13,7 +13,7 @@ $ torchrun --nproc_per_node=8 --shutdown-timeout=600 --signals-to-handle=SIGTERM
 import torch
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from model import attend
+from attention import attend
 
 HEADS, POSITIONS = 1, 2            # dimensions of q, k and v
 
@@ -31,13 +31,13 @@ def exchange(x, ranks, give, take):
 
 
 class WindowAttention:
-    """model.attend over whole windows, of which each rank of a group holds 1/P."""
+    """attention.attend over whole windows, of which each rank of a group holds 1/P."""
 
     def __init__(self, ranks):
         self.ranks = ranks
 
     def attend(self, q, k, v, documents=None):
-        """q, k, v (B, heads, T/P, D), documents: as in model.attend -> (B, H, T/P, D)."""
+        """q, k, v (B, heads, T/P, D), documents: as in attention.attend -> (B, H, T/P, D)."""
         q, k, v = (exchange(x, self.ranks, HEADS, POSITIONS) for x in (q, k, v))
         return exchange(attend(q, k, v, documents), self.ranks, POSITIONS, HEADS)
 

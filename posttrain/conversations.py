@@ -13,7 +13,6 @@ a restart.
 $ python -m posttrain.sft --data=chats/,hf://datasets/OWNER/NAME
 """
 
-import hashlib
 import io
 import itertools
 import math
@@ -21,7 +20,7 @@ import os
 
 import numpy as np
 
-from chat import DATE, FORMS, describe_dropped, learnable, unread_keys
+from chat import DATE, FORMS, conversation, describe_dropped, learnable, unread_keys
 from corpus import readers
 from data import Stream
 from engine import checkpoint
@@ -93,8 +92,9 @@ def first_rows(source, n, columns=COLUMNS):
 class Conversations:
     """
     conversations[k] -> (ids, loss_mask), arrays (T,), int64 and bool; loss_mask: the tokens that are learnt. tokens,
-    learnt: totals; longest: tokens of the longest; notes: lines for the user about cut, repeated and unread content.
-    parts: entries that tokenize_part() returned, of files in `folder`.
+    learnt: totals; longest: tokens of the longest; hashes: row_hash() of each, (n,) uint64, or None if an earlier
+    version has tokenized a part; notes: lines for the user about cut, repeated and unread content. parts: entries that
+    tokenize_part() returned, of files in `folder`.
 
     Ids are read from disk when needed. In memory a rank holds 8 bytes a conversation.
     """
@@ -106,6 +106,9 @@ class Conversations:
         # Where each conversation begins, and the end of the last one.
         self.starts = np.cumsum([0, *itertools.chain(*(part["lengths"] for part in parts))])
         self.longest = np.diff(self.starts).max()
+        self.hashes = None
+        if all("row_hashes" in part for part in parts):
+            self.hashes = np.array([number for part in parts for number in part["row_hashes"]], np.uint64)
         self.notes = notes_of(parts)
 
     def __len__(self):
@@ -138,7 +141,7 @@ def notes_of(parts):
     # A part that --data names twice repeats nothing. Entries of older versions have no counts.
     distinct = {part["file"]: part for part in parts}.values()
     n = sum(len(part["lengths"]) for part in distinct)
-    hashes = [number for part in distinct for number in part.get("hashes", [])]
+    hashes = [number for part in distinct for number in part.get("row_hashes", [])]
     counts = {}
     for part in distinct:
         for words, (count, place) in part.get("counts", {}).items():
@@ -177,6 +180,13 @@ def tokenize_data(folder, tok, data, max_length, ranks, too_long="drop"):
     return Conversations(folder, entries), dropped, sha256_of(names)
 
 
+def row_hash(row):
+    """64 bits of a hash of a conversation's words, an int: equal for all forms of a row, and for all tokenizers."""
+    row = conversation(row)
+    words = [{key: message.get(key) for key in ("role", "content", "tool_calls")} for message in row["messages"]]
+    return int(sha256_of([words, row["tools"]])[:16], 16)
+
+
 def conversation_ids(tok, row, max_length, too_long):
     """
     (ids, mask, is_cut) of a row of any form, or the reason why a model cannot learn from it (str).
@@ -211,7 +221,7 @@ def tokenize_part(folder, tok, max_length, too_long, name, file, part):
         ids, loss_mask = np.array(ids_and_mask, np.uint32)
         tokens.append(ids | LEARNT * loss_mask)
         lengths.append(len(ids))
-        hashes.append(int.from_bytes(hashlib.sha256(tokens[-1].tobytes()).digest()[:8]))
+        hashes.append(row_hash(row))
         if is_cut:
             add_count(counts, f"are cut at max_length={max_length} tokens", 1, place)
         for key in sorted(unread_keys(row)):
@@ -221,5 +231,5 @@ def tokenize_part(folder, tok, max_length, too_long, name, file, part):
     np.save(content, tokens)
     write_flushed(f"{folder}/{name}.npy", content.getvalue(), shared=True)
     learnt = int((tokens >= LEARNT).sum())
-    return dict(file=f"{name}.npy", tokens=len(tokens), lengths=lengths, learnt=learnt, hashes=hashes,
+    return dict(file=f"{name}.npy", tokens=len(tokens), lengths=lengths, learnt=learnt, row_hashes=hashes,
                 counts=counts, bad=dropped)

@@ -4,7 +4,7 @@ the same pairs. The formulas, and when to use which: posttrain/qrpo.py.
 
 All losses take tensors (..., 2), the better completion of a prompt first, and return one number per pair (...):
 
-    pi            log-probs of the whole completion under the policy, in nats
+    logp          log-probs of the whole completion under the policy, in nats
 
 and `known`, the values that do not depend on the policy:
 
@@ -96,25 +96,25 @@ def discrete_beta_log_z(ref_quantiles, beta):
 # the losses
 
 
-def qrpo_loss(pi, known, beta, gamma):
+def qrpo_loss(logp, known, beta, gamma):
     target = known.q - known.beta_log_z
-    log_ratio = pi - known.ref
+    log_ratio = logp - known.ref
     return (target - known.beta * log_ratio).square().mean(-1)
 
 
-def dpo_loss(pi, known, beta, gamma):
-    log_ratio = (pi - known.ref) / known.length
+def dpo_loss(logp, known, beta, gamma):
+    log_ratio = (logp - known.ref) / known.length
     return -F.logsigmoid(beta * better_minus_worse(log_ratio))
 
 
-def rebel_loss(pi, known, beta, gamma):
+def rebel_loss(logp, known, beta, gamma):
     target = better_minus_worse(known.reward) / beta
-    log_ratio = (pi - known.ref) / known.length
+    log_ratio = (logp - known.ref) / known.length
     return (target - better_minus_worse(log_ratio)).square()
 
 
-def simpo_loss(pi, known, beta, gamma):
-    margin = better_minus_worse(pi / known.length)
+def simpo_loss(logp, known, beta, gamma):
+    margin = better_minus_worse(logp / known.length)
     return -F.logsigmoid(beta * (margin - gamma))
 
 

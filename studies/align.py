@@ -65,7 +65,7 @@ PRETRAINING = [
     "--grad_clip=0.1", "--eval_every=300", "--checkpoint_every=600"]
 SFT = [
     "posttrain.sft", "--epochs=2", "--batch_size=64", "--micro_batch=64", "--lr=1e-3", "--optimizer=adamw",
-    "--max_length=128"]
+    "--max_length=128", "--val_share=0"]
 # Three passes over the pairs: after one, the log-ratios have moved a third of the way.
 QRPO = [
     "posttrain.qrpo", "--rewards=studies/align.py", "--max_new_tokens=24", "--sample_batch=512", "--pairs=all",

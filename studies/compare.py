@@ -58,16 +58,20 @@ def reported_runs(rows):
     arms = {name: runs for name, runs in arms.items() if runs and not list_failures(runs)}
     if names[0] not in arms:
         raise ValueError(" ".join(list_failures([row for row in rows if row["arm"] == names[0]])))
-    baseline = {row["seed"]: row["tokens"] for row in arms[names[0]]}
     for name, runs in arms.items():
-        seeds = sorted(row["seed"] for row in runs)
-        if seeds != sorted(baseline):
-            raise ValueError(f"{name} has seeds {seeds}, {names[0]} {sorted(baseline)}: "
-                             "differences are of runs with the same seed")
-        if any(row["tokens"] != baseline[row["seed"]] for row in runs):
-            raise ValueError(f"{name} was validated after other numbers of tokens than {names[0]}: "
-                             "differences are of runs of the same length")
+        check_pairs(name, runs, names[0], arms[names[0]])
     return {name: {row["seed"]: row for row in runs} for name, runs in arms.items()}
+
+
+def check_pairs(name, runs, baseline, baseline_runs):
+    """ValueError if the runs of an arm have other seeds or other tokens than those of the baseline."""
+    seeds, wanted = (sorted(row["seed"] for row in rows) for rows in (runs, baseline_runs))
+    if seeds != wanted:
+        raise ValueError(f"{name} has seeds {seeds}, {baseline} {wanted}: differences are of runs with the same seed")
+    tokens = {row["seed"]: row["tokens"] for row in baseline_runs}
+    if any(row["tokens"] != tokens[row["seed"]] for row in runs):
+        raise ValueError(f"{name} was validated after other numbers of tokens than {baseline}: "
+                         "differences are of runs of the same length")
 
 
 def summarise(rows):

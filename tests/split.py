@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tiny import small
 
 from engine import checkpoint
-from engine.parallel import Ranks, orderly_exit, split_batch
+from engine.exit import orderly_exit
+from engine.parallel import Ranks, split_batch
 from engine.recompute import recompute_activations
 from engine.sequence import split_attention
 

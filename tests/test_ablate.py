@@ -253,6 +253,17 @@ def test_the_code_of_another_folder_is_judged_and_a_crash_loses_no_other_arm(dat
     assert "| baseline | 0.001" in done.stdout
 
 
+def test_the_worked_example_of_docs_seeds_is_in_the_committed_rows():
+    page = read_text(f"{ROOT}/docs/seeds.md")
+    rows = kit.read_rows(f"{ROOT}/results/ablations/activations/runs.jsonl")
+    table = {row["arm"]: row for row in compare.summarise(rows)}
+    compare.table_md([*table.values()])
+    by_seed = " | ".join(f"{difference:+.4f}" for difference in table["swiglu"]["differences"])
+    assert f"| SwiGLU - xIELU, bits per byte | {by_seed} |" in page
+    assert "14 seeds decide" in table["swiglu"]["conclusion"] and "14 seeds would decide" in page
+    assert table["relu2"]["conclusion"].endswith("Better.")
+
+
 def test_results_name_their_command_and_another_study_is_not_written_over_them(data, tmp_path, monkeypatch):
     """A shorter trial gets a folder of its own; the same command with another arm behind it is an error."""
     monkeypatch.setattr(ablate, "paths", ["gelu", "relu2"])

@@ -1,4 +1,4 @@
-"""model.attend against torch's own attention in fp64: by the formula, and by the kernel in long windows."""
+"""attend() against torch's own attention in fp64: by the formula, and by the kernel in long windows."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from attention import masked_attention
-from model import attend
+from attention import attend, masked_attention
 
 
 def qkv(T, dtype=torch.float32):

@@ -23,7 +23,7 @@ from trained import data  # noqa: F401
 
 from ademamix import AdEMAMix
 from engine.fp8 import multiply_in_fp8
-from engine.parallel import Ranks, distribute
+from engine.parallel import compile_model
 from goldfish import goldfish_mask
 from model import XIELU, Apertus, ApertusConfig
 
@@ -39,13 +39,13 @@ def apertus(device, dtype=None, compiled=False, recompute="none", fp8=False, ini
     model.dtype = dtype
     if fp8:
         multiply_in_fp8(model, 16, device)
-    distribute(model, Ranks(), device, recompute, compiled)
+    compile_model(model, recompute, compiled)
     return model
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_yet():
-    """Past eight variants of a block torch would stop compiling it, which is an error in distribute()'s blocks."""
+    """Past eight variants of a block torch would stop compiling it, which is an error in compile_model()'s blocks."""
     torch._dynamo.reset()
     counters.clear()
 

@@ -243,7 +243,7 @@ def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path,
     assert rows[0]["n"] == 9
     # A run that was trained on two folders.
     monkeypatch.setattr(evaluate, "settings_of", lambda run: dict(data=f"{data},{lab}/data"))
-    documents, *_ = evaluate.read_paths(evaluate.own_data("run", is_run=True), "lang", 0)
+    documents, *_ = evaluate.own_data("run", True, "lang", 0)
     assert documents == found + scoring.validation_documents(lab / "data")
 
 

@@ -183,6 +183,14 @@ def test_an_experiment_trains_with_the_readers_file_beside_ours(lesson, tmp_path
     assert losses[0] == losses[1] and len({*losses[0]}) > 2
 
 
+def test_an_answer_that_forgets_something_is_told_what(lesson):
+    """Who takes the key 0 for one like the others, and who takes it for one that keeps its label as at k = 50."""
+    for answer, says in ((0.25, "Does the key 0 keep its label?"), (0.94 / 4, "as at k = 50")):
+        done = lesson("goldfish", f"--answer={answer}")
+        assert done.returncode == 1 and "is too small" in done.stdout and says in done.stdout
+    assert lesson("goldfish", "--answer=0.2").stdout == "0.2 is too small\n"
+
+
 def test_a_loop_that_does_not_end_is_told(tmp_path, capfd):
     assert tools.lesson.run_python(["-c", "while True: pass"], tmp_path, seconds=0.1) == 1
     assert "does a loop in your file end?" in capfd.readouterr().out

@@ -21,9 +21,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained import data, log, steps  # noqa: F401
 
-from engine import parallel, sharding
-from engine.log import Log
-from engine.plot import entries
+from engine import exit, parallel, sharding
 from engine.recompute import recompute_activations
 from model import Apertus, ApertusConfig, Block
 from weights import lora
@@ -73,22 +71,6 @@ def test_every_way_to_spread_a_step_has_the_losses_and_norms_of_one_process(trai
             assert one.get(name) == other.get(name)
 
 
-def log_slowly():
-    """On the second rank."""
-    if os.environ["RANK"] == "1":
-        write = Log.step
-        Log.step = lambda *args, **how: [time.sleep(0.05), write(*args, **how)]
-
-
-def test_the_log_has_the_times_of_the_slowest_and_the_fastest_rank(launch, data, tmp_path):
-    flags = "--parallel=ddp --total_samples=320 --checkpoint_every=0 --eval_every=0"
-    codes, text = launch(2, *arguments(data, tmp_path / "run", flags), fault=log_slowly, logs=tmp_path / "log")
-    assert codes == [0, 0], text
-    times = {entry["step"]: entry for entry in entries(tmp_path / "run") if "rank_seconds_max" in entry}
-    assert times.keys() == {20, 39}
-    assert all(entry["rank_seconds_max"] - entry["rank_seconds_min"] > 0.03 for entry in times.values())
-
-
 def test_exact_mode_has_the_same_bits_on_1_and_4_ranks(train, tmp_path):
     """test_matrix.py and tests/faults resume such runs on other numbers of ranks."""
     one = train(0, tmp_path / "one", EXACT)
@@ -110,7 +92,8 @@ import torch
 from tiny import small
 from torch.utils._python_dispatch import TorchDispatchMode
 from engine import sharding
-from engine.parallel import Ranks, distribute, orderly_exit
+from engine.exit import orderly_exit
+from engine.parallel import Ranks, shard_model
 
 class Gathers(TorchDispatchMode):
     number = 0
@@ -123,7 +106,7 @@ with orderly_exit():
     ranks.join("cpu", 60)
     with torch.device("meta"):
         model = small(n_layer=3)
-    distribute(model, ranks, "cpu")
+    shard_model(model, ranks, "cpu")
     sharding.draw(model, 1)
     idx = torch.arange(64).view(2, 32)
     for _ in range(2):
@@ -147,7 +130,8 @@ import os, sys
 import safetensors
 import torch
 from engine import checkpoint, restore, sharding
-from engine.parallel import Ranks, distribute, orderly_exit
+from engine.exit import orderly_exit
+from engine.parallel import Ranks, shard_model
 from tiny import small
 
 opened, safe_open = [], safetensors.safe_open
@@ -157,11 +141,11 @@ def counted(filename, **how):
 safetensors.safe_open = counted
 
 with orderly_exit():
-    ranks = Ranks("hsdp", shard=2)
+    ranks = Ranks("hsdp", hsdp_shard=2)
     ranks.join("cpu", 60)
     with torch.device("meta"):
         model = small()
-    distribute(model, ranks, "cpu")
+    shard_model(model, ranks, "cpu")
     sharding.draw(model, 1)
     tensors = checkpoint.tensors_of(model)
     checkpoint.write(sys.argv[1], 1, tensors, {}, 1, 0, ranks.save_group)
@@ -230,14 +214,15 @@ def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
 
 def test_an_error_of_nccl_is_a_lost_rank_if_it_says_so():
     """nccl.h: ncclRemoteError. All other errors keep their traceback, since their cause is in its later lines."""
-    assert parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error")
-    assert not parallel.LOST.search("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO")
+    assert exit.LOST.search("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error")
+    assert not exit.LOST.search("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO")
 
 
 # Each rank writes down that all have met. In the first round the second one dies while the first hangs.
 MEETS = """
 import os, sys, time
-from engine.parallel import Ranks, orderly_exit
+from engine.exit import orderly_exit
+from engine.parallel import Ranks
 with orderly_exit():
     ranks = Ranks("ddp")
     ranks.join("cpu", 20)
@@ -372,7 +357,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
     with torch.device("meta"):
         model = Apertus(SMALL)
     model.dtype = dtype
-    parallel.distribute(model, one_shard, "cpu")
+    parallel.shard_model(model, one_shard, "cpu")
     sharding.draw(model, 5)
     whole = Apertus(SMALL, 5)
     whole.dtype = dtype
@@ -479,7 +464,7 @@ def test_without_compiled_blocks_xielu_is_compiled_once_for_all_lengths():
         counters.clear()
         model, eager = Apertus(SMALL), Apertus(SMALL)
         for some, parts in (model, "activations"), (eager, False):
-            parallel.distribute(some, parallel.Ranks(), "cpu", mode, parts)
+            parallel.compile_model(some, mode, parts)
         for T in (90, 128, 100):
             idx = torch.arange(2 * T).view(2, T) % 33
             for some in model, eager:
@@ -493,6 +478,6 @@ def test_without_compiled_blocks_xielu_is_compiled_once_for_all_lengths():
 def test_a_block_with_a_break_in_its_graph_is_an_error(monkeypatch):
     monkeypatch.setattr("model.attend", print)
     model = Apertus(SMALL)
-    parallel.distribute(model, parallel.Ranks(), "cpu", compiled=True)
+    parallel.compile_model(model, compiled=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         model(IDX)

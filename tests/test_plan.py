@@ -28,8 +28,8 @@ def plan_of_4090s():
 @pytest.mark.parametrize(
     "table, lines",
     [
-        (plan_of_4090s, 19),
-        (plan.table_of_fits, 7),
+        (plan_of_4090s, 20),
+        (plan.table_of_fits, 6),
         (plan.table_of_cards, 2),
         pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow),
     ],
@@ -42,11 +42,11 @@ def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
 
 def test_a_small_plan_has_no_zeros_and_each_setting_a_meaning():
     lines = "".join(plan.describe_plan(*plan.read_command("laptop --vocab_size=4096 --gpus=1 --gpu=4090")))
-    # The run of 1,440 steps takes 0.175 seconds, so 5 minutes are 1,712 of them.
+    # The run of 1,440 steps takes 0.237 seconds, so 5 minutes are 1,712 of them.
     assert (
         "0.97M parameters" in lines
         and "0.2 seconds" in lines
-        and "-> in 5 minutes: 2,465,279 steps, 2.52B tokens" in lines
+        and "-> in 5 minutes: 1,825,254 steps, 1.87B tokens" in lines
     )
     assert not re.search(r"(?m)^  --\S+ *$", run("tools.plan", "--help").stdout)
 
@@ -64,22 +64,40 @@ def test_compute_is_the_flops_of_a_step_and_of_what_is_computed_again(mode, agai
     assert found["compute_s"] == pytest.approx(found["tokens"] * step * cost / (989e12 * 0.5), rel=1e-9)
 
 
+# Gathers and reductions of a micro-batch: 8 bytes a parameter, but 6 of the head's 131,072 x 4,096.
+SENT = 8 * PARAMETERS - 2 * 131_072 * 4096
+EXPOSED = 8 * 131_072 * 4096
+
+
 def test_the_slower_of_compute_and_links_decides_the_speed():
     """
-    Each of 8 nodes has a copy: 7/8 of 8 bytes a parameter take 157 ms at NVLink's 360 GB/s, of which the embedding's
-    add to the compute. At 3.6 GB/s they take longer than the compute. Copies: 14 bytes a parameter.
+    One copy on a node: 7/8 of the bytes at NVLink's 360 GB/s, of which the embedding's add to the compute. At 3.6 GB/s
+    they take longer than the compute. Copies: 14 bytes a parameter. A step has 16 micro-batches and one update.
     """
-    fast, model = planned("none", "--gpus=64")
+    fast, model = planned("none", "--gpus=8 --batch_size=256")
     assert model.num_params() == PARAMETERS and fast["fits"] == 2
-    assert fast["links_s"] == pytest.approx(7 / 8 * 8 * PARAMETERS / 360e9)
+    assert fast["links_s"] == pytest.approx(7 / 8 * SENT / 360e9)
     assert fast["copies_s"] == pytest.approx(14 * PARAMETERS / 3015e9)
-    exposed = 7 / 8 * 8 * 131_072 * 4096 / 360e9
-    assert fast["tokens_per_s"] == pytest.approx(64 * 8192 / (fast["compute_s"] + fast["copies_s"] + exposed))
-    slow, _ = planned("none", "--gpus=8 --node_gbs=3.6")
-    assert slow["tokens_per_s"] == pytest.approx(8 * 8192 / slow["links_s"])
+    assert fast["step_s"] == pytest.approx(40 * PARAMETERS / 8 / 3015e9)
+    part = fast["compute_s"] + fast["copies_s"] + 7 / 8 * EXPOSED / 360e9
+    assert fast["tokens_per_s"] == pytest.approx(256 * 4096 / (16 * part + fast["step_s"]))
+    slow, _ = planned("none", "--gpus=8 --node_gbs=3.6 --batch_size=256")
+    assert slow["tokens_per_s"] == pytest.approx(256 * 4096 / (16 * slow["links_s"] + slow["step_s"]))
     assert slow["days"] == pytest.approx(15e12 / slow["tokens_per_s"] / 86400)
+
+
+def test_a_ring_over_nodes_has_the_links_of_all_gpus_of_a_node_and_copies_have_one_each():
+    """
+    An H100 has a link of 45 GB/s to other nodes, eight 360, as NVLink. 16 copies add up 1/8 of the gradients each way:
+    nccl-tests' bus bandwidth counts (n - 1) / n twice.
+    """
     far, _ = planned("none", "--gpus=64 --parallel=fsdp")
-    assert far["links_s"] == pytest.approx(63 / 64 * 8 * PARAMETERS / 45e9)
+    assert far["links_s"] == pytest.approx(63 / 64 * SENT / 360e9)
+    copies, _ = planned("none", "--gpus=128")
+    update = 40 * PARAMETERS / 8 / 3015e9
+    assert copies["step_s"] == pytest.approx(2 * 15 / 16 * 4 * PARAMETERS / 8 / 45e9 + update)
+    whole, _ = planned("none", "--gpus=8 --gpu=b200 --parallel=ddp")
+    assert whole["step_s"] == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS / 720e9 + 40 * PARAMETERS / 7200e9)
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def test_each_batch_of_prompts_has_its_own_draws_and_room_for_its_shortest(monke
     monkeypatch.setattr(references, "sample_completions", seed_and_room)
     store = SimpleNamespace(device="cpu", tok=None, settings=dict(seed=1, n_refs=2, max_length=9, max_new_tokens=7))
     store.room_for = lambda prompts: references.References.room_for(store, prompts)
-    drawn = [references.References.draw(store, None, k, [[0] * 3, [0] * 5]) for k in (0, 2)]
+    drawn = [references.References.sample_prompts(store, None, k, [[0] * 3, [0] * 5]) for k in (0, 2)]
     assert drawn[0][0] != drawn[1][0] and [room for _, room in drawn] == [6, 6]
 
 

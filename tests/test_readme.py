@@ -67,6 +67,8 @@ def small(lab, tmp_path, monkeypatch):
     (tmp_path / "exam.txt").write_text("How many legs does a healthy spider have?\n")
     (tmp_path / "letters.csv").write_bytes("body\nGr\xfc\xdfe\nBis bald\n".encode("latin-1"))
     write_lines(tmp_path / "pairs.jsonl", [dict(prompt=f"say {i}", chosen="a", rejected="b") for i in range(8)])
+    heldout = [dict(prompt=f"ask {i}", completion="c") for i in range(3)]
+    write_lines(tmp_path / "heldout.jsonl", heldout)
     chats = pyarrow.json.read_json(lab / "chats.jsonl")
     pyarrow.parquet.write_table(chats, tmp_path / "sharegpt.parquet")
     folders = dict(LAB=lab, NEW=tmp_path, ROOT=ROOT, PYTHON=sys.executable)
@@ -166,7 +168,13 @@ def test_the_numbers_that_pages_quote_stand_in_committed_tables():
         assert words in " ".join(read(file).split()), line
 
 
-LONGER = {"README.md": 900, "docs/decisions.md": 2_500, "docs/scale.md": 900}  # words
+LONGER = {  # words
+    "README.md": 900,
+    "tests/README.md": 800,
+    "docs/decisions.md": 2_600,
+    "docs/learn.md": 750,
+    "docs/scale.md": 900,
+}
 
 
 def test_pages_are_short_enough_to_be_read():
@@ -175,6 +183,9 @@ def test_pages_are_short_enough_to_be_read():
         assert len(words) <= most, page
 
 
-def test_the_page_about_the_report_names_what_exists():
-    for file, name in re.findall(r"`([\w/]+\.py): (\w+)`", read("docs", "report.md")):
-        assert re.search(rf"^(def|class) {name}\b", read(file), re.M), (file, name)
+@pytest.mark.parametrize("page", ["report.md", "code.md"])
+def test_pages_about_the_code_name_functions_that_exist(page):
+    names = re.findall(r"`([\w/]+\.py): (\w+)`", read("docs", page))
+    assert len(names) > 15
+    for file, name in names:
+        assert re.search(rf"^ *(def|class) {name}\b", read(file), re.M), (file, name)

@@ -163,7 +163,8 @@ import sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import convert
-from engine.parallel import Ranks, orderly_exit
+from engine.exit import orderly_exit
+from engine.parallel import Ranks
 from build import build_model, load_whole
 from weights.folders import start_of
 

@@ -126,7 +126,7 @@ def test_a_run_in_its_guided_phase_is_exported_as_a_dense_model(lab, tmp_path):
     run("papers.structured_ffn", f"--merge={out}", f"--save={hf}")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf)
     with torch.no_grad():
-        assert_close(theirs(IDS).logits, structured_ffn.load_dense(str(out))(IDS), rtol=0, atol=2e-5)
+        assert_close(theirs(IDS).logits, structured_ffn.load_structured(str(out))(IDS), rtol=0, atol=2e-5)
     refused(script("papers.structured_ffn", *flags, "--resume", "--ffn_rank=4"), "other settings: ffn_rank 8 -> 4")
     refused(script("train.py", *pretraining(lab, out, "--resume")), "is of another model")
 

@@ -4,7 +4,8 @@ import csv
 
 from corpora import fill, kept, report, text, write_lines
 
-from corpus.report import registered_domain, sized
+from corpus.hosts import registered_domain
+from corpus.report import sized
 
 
 def pages():

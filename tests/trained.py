@@ -67,11 +67,7 @@ def log(out, key="step"):
 
 
 def timeless(entry):
-    return {
-        k: v
-        for k, v in entry.items()
-        if k not in ("tok_s", "seconds", "save_seconds", "save_gb", "rank_seconds_min", "rank_seconds_max")
-    }
+    return {k: v for k, v in entry.items() if k not in ("tok_s", "seconds", "save_seconds", "save_gb")}
 
 
 def steps(out):

@@ -42,7 +42,7 @@ from tqdm import tqdm
 from ademamix import AdEMAMix
 from engine.files import make_folder, write_flushed
 from engine.hardware import can_compile, keep_freed_memory, pick_device
-from engine.parallel import Ranks, distribute
+from engine.parallel import compile_model
 from generate import generate
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
@@ -255,7 +255,7 @@ def train_race(setup, impls):
     batch = make_batch(setup.shape, device)
     ours = build_model(setup)
     ours.dtype = setup.dtype
-    distribute(ours, Ranks(), device, compiled=can_compile(device))
+    compile_model(ours, compiled=can_compile(device))
     optimizer = AdEMAMix(ours.parameters(), 1e-5, alpha_warmup=1000, beta3_warmup=1000)
     steps = {name: make_step(name, ours, optimizer, batch, setup) for name in ["ours", *impls]}
     norms = {name: step(update=False).item() for name, step in steps.items()}

@@ -100,12 +100,18 @@ def loss():
 def goldfish():
     import goldfish
 
-    def mask(labels, k, h, hash, context):
-        context = tensor(context) if context else None
-        return goldfish.goldfish_mask(tensor(labels), k, h, hash, context).long()
+    def mask(labels, k, h, hash, context, dtype="int64"):
+        context = tensor(context, dtype=getattr(torch, dtype)) if context else None
+        return goldfish.goldfish_mask(tensor(labels, dtype=getattr(torch, dtype)), k, h, hash, context).long()
+
+    def repeats(passage, k, h):
+        """Whether two copies of a passage, one after the other, have the same mask far from their ends: 1 or 0."""
+        first, second = mask([passage, passage], k, h, "product", []).view(2, -1)[:, h:-h]
+        n, both = len(passage), mask(passage + passage, k, h, "product", [])
+        return int(first.equal(second) and both[h:n - h].equal(both[n + h:2 * n - h]))
 
     return dict(product=lambda x, h: goldfish.window_product(np.array(x), h),
-                keys=lambda k, keys: goldfish.kept_keys(k)[keys].astype(int), mask=mask)
+                keys=lambda k, keys: goldfish.kept_keys(k)[keys].astype(int), mask=mask, repeats=repeats)
 
 
 def ademamix():

@@ -111,6 +111,9 @@ def check_answer(lesson):
         raise ValueError(f"answer={answer}: want a number, such as --answer=0.25")
     if abs(answer - lesson["answer"]) > abs(lesson["answer"]) / 100:
         print(f"{answer:,} is too {'large' if answer > lesson['answer'] else 'small'}")
+        for value, reason in lesson.get("mistaken", []):
+            if abs(answer - value) <= value / 100:
+                print(reason)
         return 1
     print(f"Right. {lesson['because']}")
     return 0
