@@ -26,6 +26,8 @@ WRITTEN = {
     "kept.parquet", "removed.jsonl.gz", "flow.png",
 }
 
+SPLITS = ("train", "val")
+
 # -----------------------------------------------------------------------------
 # tokens and shards
 

@@ -140,7 +140,7 @@ def write_report(folder, vocabulary, shards, provenance):
 
     vocabulary: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. shards: {source: {split: entries of
     its shards}}. provenance: the report's run, inputs, ignored, stores, rule, pii, probes and robots
-    (stages.provenance_of).
+    (account.provenance_of).
     """
     rows = sums(folder)
     meta = meta_of(rows, vocabulary, shards)

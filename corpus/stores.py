@@ -22,13 +22,15 @@ from pathlib import Path
 
 from corpus.readers import ending, files_of, open_bytes, rows_of
 from corpus.urls import host_key, site_key, split_url
-from engine.files import in_one_line
+from engine.files import in_one_line, sha256, sha256_of
 
 # The files of a store of reservations.
 FILES = ("tdmrep.json", "ai.txt", "license.xml")
 # Files of rows.
 ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 SNAPSHOTS = ("any", "last")
+# The settings of prepare.py that name files with the opt-outs of hosts.
+SETTINGS = ("robots", "reservations", "blocked")
 # The agents of --agents=2026.
 AGENTS_2026 = Path(__file__).parent / "agents_2026.txt"
 
@@ -237,3 +239,27 @@ def read_agents(path):
     if not agents:
         raise ValueError(f"--agents={path} names no agent: want one a line, or 2026")
     return agents
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# which files were read
+
+
+def described_stores(plan):
+    """[{setting, path, sha256}] of the stores of a plan, a dict, that exist."""
+    paths = {name: plan[name] for name in SETTINGS if plan[name] and os.path.exists(plan[name])}
+    return [dict(setting=name, path=path, sha256=sha256_of_store(path)) for name, path in paths.items()]
+
+
+def check_stores(stores):
+    """ValueError if one of these stores, as described_stores() gives them, is not as it was when the run began."""
+    for store in stores:
+        if not os.path.exists(store["path"]) or sha256_of_store(store["path"]) != store["sha256"]:
+            raise ValueError(f"--{store['setting']}={store['path']} has changed while it was read: run this again")
+
+
+def sha256_of_store(path):
+    """The sha256 of a file; of a folder, that of the names and sha256 of its files."""
+    if os.path.isfile(path):
+        return sha256(path)
+    return sha256_of([(os.path.relpath(file, path), sha256(file)) for file in files_of(path)])

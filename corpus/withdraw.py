@@ -48,8 +48,7 @@ from corpus.ledger import (
 )
 from corpus.report import added, counted, verify, write_report
 from corpus.robots import verdict
-from corpus.stages import sha256_of_store
-from corpus.stores import open_robots
+from corpus.stores import open_robots, sha256_of_store
 
 # Entries of a list that the error names, and characters of each that the screen shows.
 LISTED, LENGTH = 10, 100
