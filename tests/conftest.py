@@ -46,7 +46,7 @@ def weights(run):
     from papers import structured_ffn
 
     if os.path.exists(f"{run}/config.json") and "ffn" in settings_of(run):
-        return dict(structured_ffn.load_dense(str(run)).named_parameters())
+        return dict(structured_ffn.load_structured(str(run)).named_parameters())
     return dict(convert.load_any(str(run))[0].named_parameters())
 
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,7 +77,7 @@ def test_a_small_study_plants_its_passages_and_its_rows_are_those_of_the_trained
     )
     for name, value in settings.items():
         monkeypatch.setattr(memorize, name, value)
-    monkeypatch.setattr(kit, "subprocess", SimpleNamespace(run=lambda command, **_: script(*command[2:])))
+    monkeypatch.setattr(kit, "run_process", lambda command, *_: (script(*command[2:]).returncode, 0.0))
     memorize.main()
 
     (data,) = (tmp_path / "runs").glob("data-*")

@@ -321,7 +321,9 @@ def converse(path, seed):
         elif command == "/save" and rest:
             saved.append(dict(messages=messages, tools=None, thinking=thinking))
         elif command[0] != "/" and len(prompt) < 700:
-            said = [*said, user(line), assistant(replies[len(wanted)][: min(most, 700 - len(prompt))])]
+            k, room = len(wanted), min(most, 700 - len(prompt))
+            is_cut = not ends[k] or len(replies[k]) >= room  # its end is not learnt
+            said = [*said, user(line), assistant(replies[k][:room]) | (dict(weight=0) if is_cut else {})]
             wanted.append(prompt)
 
     def stream(model, idx, n, stop, **how):

@@ -96,6 +96,7 @@ def test_until_the_loop_begins_a_signal_ends_the_process_at_once(tmp_path):
 
 
 def test_ctrl_c_says_what_is_on_disk(tmp_path, capsys):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", lambda: signal.raise_signal(signal.SIGINT), at=(2, 0))
     assert "run: interrupted after 2 steps, 0 of them on disk; --resume continues\n" in capsys.readouterr().out
