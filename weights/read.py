@@ -72,7 +72,7 @@ def load_any(name, device="cpu", dtype=None, base=""):
 
 def padded_tokenizer(folder):
     """The Tokenizer of a model's folder, with an id for each row of the embedding. ValueError if they do not fit."""
-    tok, rows = load_for(folder), shape_in(folder).vocab_size
+    rows, tok = shape_in(folder).vocab_size, load_for(folder)
     if not tok.vocab_size <= rows < tok.vocab_size + 1024:
         raise ValueError(f"{folder}: the model has {rows} ids and its tokenizer {tok.vocab_size}: they do not belong "
                          "together")
