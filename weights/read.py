@@ -63,9 +63,10 @@ def load_any(name, device="cpu", dtype=None, base=""):
             model, tok = load_any(start, device, dtype, base)
             load_adapter(model, folder, weights_hash(model))
             return model, tok
+        adapters = lora_config(settings_of(folder))
         # The vocabulary comes before the weights, which take minutes: an error comes early.
         tok = padded_tokenizer(folder)
-        if adapters := lora_config(settings_of(folder)):
+        if adapters:
             return load_adapted(folder, adapters, device, dtype, base), tok
         return load_hf(folder, device, dtype, base), tok
 
