@@ -156,12 +156,14 @@ def choose_validation(documents, texts, work):
 def bytes_for_validation(text, share):
     """
     The length of the last part of a text, UTF-8: about this share of it, from the begin of a line on if one is near,
-    else from the begin of a character. 0 if one of the two parts would be too short.
+    else of the word or the character there. 0 if one of the two parts would be too short.
     """
     ideal = round(len(text) * (1 - share))
     near = min(ideal, len(text) - ideal) // 2
     lines = [newline.end() for newline in NEWLINE.finditer(text, ideal - near, ideal + near)]
-    begin = min(lines, key=lambda at: abs(at - ideal), default=ideal)
+    # A word at most doubles the part.
+    word = text.rfind(b" ", max(2 * ideal - len(text), 0), ideal) + 1
+    begin = min(lines, key=lambda at: abs(at - ideal), default=word or ideal)
     while begin < len(text) and text[begin] & 0xC0 == 0x80:
         begin -= 1
     return len(text) - begin if min(begin, len(text) - begin) >= SHORTEST_PART else 0

@@ -99,6 +99,15 @@ def reasons_of(rows, licenses, languages, top, below, most):
     return reasons
 
 
+def parts_of(row, kept, source_by, share):
+    """The row; its two parts if its source keeps no other. Only the texts of 13 and more words are long enough."""
+    of_source = [other for other in kept if not source_by or other["language"] == row["language"]]
+    if len(of_source) > 1 or not share or not row["text"].startswith("word "):
+        return [row]
+    begin = round(len(row["text"]) * (1 - share)) // 5 * 5
+    return [dict(row, text=text) for text in (row["text"][:begin], row["text"][begin:])]
+
+
 @drawn(
     9,
     corpus=CORPUS,
@@ -133,12 +142,15 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(
     kept = [row for row, reason in zip(rows, reasons) if not reason]
     assume(kept)
     fill(out, *how)
-    first = min(number(row["text"]) for row in kept)
+    parts = {id(row): parts_of(row, kept, source_by, share) for row in kept}
+    cut = sum(len(texts) - 1 for texts in parts.values())
+    first = 0 if cut or len(kept) == 1 else math.nextafter(min(number(row["text"]) for row in kept), 1)
     wanted = {}
     for row in sorted(kept, key=lambda row: hashlib.sha256(places[id(row)][1].encode()).digest()[:8]):
-        val = len(kept) > 1 and number(row["text"]) < max(share, math.nextafter(first, 1))
-        source = (row["language"] or "none") if source_by else "out"
-        wanted.setdefault((source, "val" if val else "train"), []).append(row)
+        val = len(kept) > 1 and number(row["text"]) < max(share, first)
+        splits = ["train", "val"] if len(parts[id(row)]) > 1 else ["val"] if val else ["train"]
+        for part, split in zip(parts[id(row)], splits):
+            wanted.setdefault(((row["language"] or "none") if source_by else "out", split), []).append(part)
 
     def compare():
         found = {stream: tokens.tolist() for stream, tokens in streams(out).items() if len(tokens)}
@@ -148,12 +160,17 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(
         total = report(out)["total"]
         found = [(entry["id"], entry["reason"].partition(":")[0], entry["email"]) for entry in ledger(out)]
         emails = ["@" in row["text"] and reason in ("", "withdrawn") for row, reason in zip(rows, reasons)]
-        assert found == [(places[id(row)][0], *of_row) for row, *of_row in zip(rows, reasons, emails)]
+        # A cut document has a second row.
+        assert found == [
+            (places[id(row)][0], *of_row)
+            for row, *of_row in zip(rows, reasons, emails)
+            for _ in parts.get(id(row), [row])
+        ]
         assert {name: n for name, (n, _) in total["removed"].items()} == Counter(filter(None, reasons))
         stay = [row["text"].encode() for row, reason in zip(rows, reasons) if not reason]
         sums = [len(rows), sum(len(row["text"].encode()) for row in rows), len(stay), sum(map(len, stay))]
         assert [total[name] for name in ("documents_in", "bytes_in", "documents", "bytes")] == sums
-        assert total["tokens"] == sum(len(tokens_of(row)) for row, reason in zip(rows, reasons) if not reason)
+        assert total["tokens"] == 2 * cut + sum(len(tokens_of(row)) for row, why in zip(rows, reasons) if not why)
         splits = [part for source in read_json(f"{out}/meta.json")["sources"].values() for part in source.values()]
         # "<email-pii>" has 4 bytes more than each address.
         assert sum(part["bytes"] for part in splits) == sums[3] + 4 * sum(b"@" in text for text in stay)

@@ -352,12 +352,14 @@ SMALL_TEXTS = [
     ("日本語文" * 5, "文日本語文"),
     ("ab\n" * 12, "ab\n" * 3),
     ("a title\n" + "b" * 92, "b" * 25),
+    ("A letter to a person at eva@example.org. Yes.", "<email-pii>. Yes."),
 ]
 
 
 @pytest.mark.parametrize("whole, val", SMALL_TEXTS)
 def test_a_short_document_is_cut_between_characters_or_stays_whole(tmp_path, whole, val):
     said = fill(tmp_path / "out", put(tmp_path, {"a.txt": whole}) / "a.txt", "--val_share=0.25")
+    whole = whole.replace("eva@example.org", "<email-pii>")
     assert texts_of(tmp_path / "out") == dict(train=[whole.removesuffix(val)], val=[val] if val else [])
     assert ("the only document is for training" in said) == (not val)
 
