@@ -18,8 +18,8 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-# {column: (where it stands, the name of its header or <meta>; None: it holds names and values)}. A later one is more
-# specific. Columns are found in upper case and with "-" too.
+# {column: (where it stands, the name of its header or <meta>; None: it holds names and values)}.
+# Columns are found in upper case and with "-" too.
 COLUMNS = {
     "headers": ("header", None),
     "http_headers": ("header", None),

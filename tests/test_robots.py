@@ -486,7 +486,22 @@ DOCUMENTS = """
 """
 
 
-@pytest.mark.parametrize("said, want", table(DOCUMENTS))
+# A page that says tdm-reservation: 1 and 0 in one place: any 1 counts. With a value that is neither, 0 exempts nobody.
+TWICE = """
+{"headers": {"TDM-Reservation": "1", "tdm-reservation": "0"}} | tdm-header
+{"headers": [["tdm-reservation", "1"], ["tdm-reservation", "0"]]} | tdm-header
+{"headers": "tdm-reservation: 1\\ntdm-reservation: 0"} | tdm-header
+{"headers": [{"name": "tdm-reservation", "value": "1"}, {"name": "tdm-reservation", "value": "0"}]} | tdm-header
+{"http_headers": {"tdm-reservation": 1}, "tdm_reservation": 0} | tdm-header
+{"tdm_reservation": 1, "TDM-Reservation": 0} | tdm-header
+{"metas": [["tdm-reservation", "1"], ["tdm-reservation", "0"]]} | tdm-meta
+{"metas": [["tdm-reservation", "0"], ["tdm-reservation", "1"]]} | tdm-meta
+{"meta_tdm_reservation": 1, "metas": {"tdm-reservation": 0}} | tdm-meta
+{"headers": [["tdm-reservation", "x"], ["tdm-reservation", "0"]], "tdmrep": [["/", 1]]} | tdm-file:/
+"""
+
+
+@pytest.mark.parametrize("said, want", table(DOCUMENTS) + table(TWICE))
 def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(said, want):
     doc = dict(path="/x", tdmrep=[], ai_txt=None) | json.loads(said.replace("AI_TXT", json.dumps(AI_TXT)))
     doc.setdefault("url", f"https://a.org{doc['path']}")
