@@ -251,11 +251,11 @@ def licence_refusal(url, page, store, robots_files):
     site = site_key(url)
     keys = {key_of_link(f"//{site}/robots.txt", line) for line in licence_lines(robots_files)}
     keys |= {key_of_link(url, link) for link in page.links}
-    own, named = versions_of(store, site), [versions_of(store, key) for key in keys]
-    # A crawler may file the only licence that a site names as license.xml, whatever its URL is.
-    has_all = all(named) or len(named) == 1 and own
-    marks = set() if has_all else {"rsl-unknown"}
-    for files in [own, *named]:
+    named = [versions_of(store, key) for key in sorted(keys)]
+    # A licence that is named is somewhere: an empty file does not stand for it, nor does another one of the site.
+    marks = set() if all(any(file.strip() for file in files) for files in named) else {"rsl-unknown"}
+    # The licences of a site are several files, not snapshots of one.
+    for files in [*named, *([file] for file in versions_of(store, site))]:
         (reason, by_older), others = terms_of(files, host, path)
         if reason:
             return reason, {by_older} - {""}

@@ -731,12 +731,21 @@ def test_a_licence_that_is_named_is_read_and_without_its_file_unknown(tmp_path, 
         assert refusal(doc, robots, store) == (want if want != "rsl-unknown" else None)
 
 
-def test_the_only_licence_that_a_site_names_may_be_filed_as_license_xml():
-    robots = dict(store={"a.org": "License: https://l.org/a?b=c\n"}, missing="deny")
-    store = {"license.xml": {"a.org": LICENCE.format("/x")}}
-    assert refusal(dict(url="a.org/y"), robots, store) is None
-    robots["store"]["a.org"] += "License: https://m.org/a"
-    assert refusal(dict(url="a.org/y"), robots, store) == "rsl-unknown"
+def test_another_or_an_empty_licence_does_not_stand_for_one_that_is_named(tmp_path):
+    """Named by robots.txt, the header Link, or <link>; an own license.xml that is empty says nothing either."""
+    line, far = "License: https://l.org/a.xml", "https://l.org/a.xml"
+    named = [
+        (dict(), line),
+        (dict(headers=dict(Link=f'<{far}>; rel="license"')), ""),
+        (dict(links=[["license", far]]), ""),
+        (dict(), "License: /license.xml"),
+    ]
+    for content in ("", LICENCE.format("/elsewhere")):
+        rows = [dict(domain="a.org", file="license.xml", content=content)]
+        store = open_reservations(write_lines(tmp_path / "s.jsonl", rows))
+        for doc, robots in named[: 3 if content else 4]:
+            found = judge_document(dict(url="https://a.org/x") | doc, dict(store={"a.org": robots}), store)
+            assert found[0] is None and "rsl-unknown" in found[1]
 
 
 # Shapes that are not read, which says so: values of a row.
