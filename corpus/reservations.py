@@ -9,7 +9,7 @@ corpus/robots.py has the table of all signals. Each removes a document under its
     usage-header            Content-Usage, Content-Signal or Usage-Pref as a header (corpus/robots.py: forbids_training)
     tdm-file                tdmrep.json: the first rule whose location matches (TDMRep, W3C community group, report)
     tdm-header, tdm-meta    tdm-reservation: 1 in a header or <meta>; each overrides the ones before it, so a page with
-                            tdm-reservation: 0 is exempt from its host's file. Of two headers, or two <meta>, any 1 counts
+                            tdm-reservation: 0 is exempt from its host's file. Of several in one place any 1 counts
     ai-txt                  ai.txt (Spawning): robots.txt rules about kinds of files (*.html); a URL without a file
                             extension counts as HTML
     rsl                     a licence prohibits a use for a <content url> that matches (RSL 1.0, sec. 3.1.1: a
@@ -54,7 +54,7 @@ RESERVED = {
 USAGE = ("content-usage", "content-signal", "usage-pref")
 # What is not known of a page that no signal refuses; --missing=deny removes it.
 UNKNOWN = {
-    "unread": "headers or <meta> that cannot be read",
+    "unread": "headers, <meta> or <link> that cannot be read",
     "tdm-unread": "the host's tdmrep.json cannot be read",
     "ai-unread": "the host's ai.txt cannot be read",
     "rsl-unknown": "names an RSL licence that the store does not have, or that cannot be read",

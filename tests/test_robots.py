@@ -708,7 +708,9 @@ NAMED = """
 {"metas": [{"rel": "license", "href": "/rsl.xml"}, {"name": "x", "content": "y"}]} | https://a.org/rsl.xml
 {"links": [{"rel": "license", "href": "https://creativecommons.org/licenses/by/4.0/"}]} | None
 {"headers": {"Link": "<https://creativecommons.org/licenses/by/4.0/>; rel=license"}} | None
-{"links": ["https://b.org/license.xml"]} | None
+{"links": [{"REL": "license", "Href": "/l.xml"}]} | https://a.org/l.xml
+{"headers": {"Link": "https://l.org/a; rel=license; type=application/rsl+xml"}} | https://l.org/a
+{"link": "<a.css>; rel=preload, //l.org/a.xml ; rel=\\"license\\""} | https://l.org/a.xml
 """
 
 
@@ -766,6 +768,19 @@ UNREAD = r"""
 {"metas": [["robots", "noindex", "noai"]]}
 {"X-Robots-Tag": {"a": "noai"}}
 {"tdm_reservation": "reserved"}
+{"links": "<link rel=license href=https://b.org/license.xml>"}
+{"links": ["https://b.org/license.xml"]}
+{"links": 5}
+{"links": [{"url": "https://b.org/license.xml"}]}
+{"link": "https://b.org/license.xml"}
+{"headers": {"Link": "b.org/license.xml rel=license"}}
+{"headers": {"X-Robots-Tag": true}}
+{"x_robots_tag": 1}
+{"metas": [{"name": ["robots"], "content": ["noai"]}]}
+{"metas": [["robots", "index"], [["robots"], "noai"]]}
+{"headers": "b'X-Robots-Tag: noai'"}
+{"headers": ["b'X-Robots-Tag: noai'"]}
+{"headers": {"b'X-Robots-Tag'": "b'noai'"}}
 """
 
 
