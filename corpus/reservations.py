@@ -9,7 +9,7 @@ corpus/robots.py has the table of all signals. Each removes a document under its
     usage-header            Content-Usage, Content-Signal or Usage-Pref as a header (corpus/robots.py: forbids_training)
     tdm-file                tdmrep.json: the first rule whose location matches (TDMRep, W3C community group, report)
     tdm-header, tdm-meta    tdm-reservation: 1 in a header or <meta>; each overrides the ones before it, so a page with
-                            tdm-reservation: 0 is exempt from its host's file
+                            tdm-reservation: 0 is exempt from its host's file. Of several in one place any 1 counts
     ai-txt                  ai.txt (Spawning): robots.txt rules about kinds of files (*.html); a URL without a file
                             extension counts as HTML
     rsl                     a licence prohibits a use for a <content url> that matches (RSL 1.0, sec. 3.1.1: a
@@ -54,7 +54,7 @@ RESERVED = {
 USAGE = ("content-usage", "content-signal", "usage-pref")
 # What is not known of a page that no signal refuses; --missing=deny removes it.
 UNKNOWN = {
-    "unread": "headers or <meta> that cannot be read",
+    "unread": "headers, <meta> or <link> that cannot be read",
     "tdm-unread": "the host's tdmrep.json cannot be read",
     "ai-unread": "the host's ai.txt cannot be read",
     "rsl-unknown": "names an RSL licence that the store does not have, or that cannot be read",
@@ -166,8 +166,9 @@ def first_directive(page, names):
 
 def mining_reservation(url, page, files):
     """
-    (reason, marks): the last statement about text and data mining that counts, of tdmrep.json (its versions), header
-    and <meta>. Each overrides the ones before it; a value other than 0 and 1 is unread.
+    (reason, marks): the last statement about text and data mining that counts, of tdmrep.json (its versions), headers
+    and <meta>. Each overrides the ones before it, as TDMRep has it. If one place says both, 1 counts; a
+    value other than 0 and 1 is unread.
     """
     host, path = split_url(url)
     locations = (host and disallowing(parse_tdmrep(file, host)[0], path) for file in files)
@@ -175,12 +176,14 @@ def mining_reservation(url, page, files):
     reason, marks = location and f"tdm-file:{location}", {by_older} - {""}
     if not location and not all(parse_tdmrep(file, host)[1] for file in files):
         marks.add("tdm-unread")
-    for place, _, value in [pair for pair in page.pairs if pair[1] == "tdm-reservation"]:
-        flag = flag_of(value)
-        if flag is None:
+    for place in ("header", "meta"):
+        flags = [flag_of(value) for at, name, value in page.pairs if (at, name) == (place, "tdm-reservation")]
+        if True in flags:
+            reason, marks = f"tdm-{place}", set()
+        elif None in flags:
             marks.add("unread")
-        else:
-            reason, marks = f"tdm-{place}" if flag else None, set()
+        elif flags:
+            reason, marks = None, set()
     return reason, marks
 
 
@@ -248,11 +251,11 @@ def licence_refusal(url, page, store, robots_files):
     site = site_key(url)
     keys = {key_of_link(f"//{site}/robots.txt", line) for line in licence_lines(robots_files)}
     keys |= {key_of_link(url, link) for link in page.links}
-    own, named = versions_of(store, site), [versions_of(store, key) for key in keys]
-    # A crawler may file the only licence that a site names as license.xml, whatever its URL is.
-    has_all = all(named) or len(named) == 1 and own
-    marks = set() if has_all else {"rsl-unknown"}
-    for files in [own, *named]:
+    named = [versions_of(store, key) for key in sorted(keys)]
+    # A licence that is named is somewhere: an empty file does not stand for it, nor does another one of the site.
+    marks = set() if all(any(file.strip() for file in files) for files in named) else {"rsl-unknown"}
+    # The licences of a site are several files, not snapshots of one.
+    for files in [*named, *([file] for file in versions_of(store, site))]:
         (reason, by_older), others = terms_of(files, host, path)
         if reason:
             return reason, {by_older} - {""}

@@ -18,8 +18,8 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-# {column: (where it stands, the name of its header or <meta>; None: it holds names and values)}. A later one is more
-# specific. Columns are found in upper case and with "-" too.
+# {column: (where it stands, the name of its header or <meta>; None: it holds names and values)}.
+# Columns are found in upper case and with "-" too.
 COLUMNS = {
     "headers": ("header", None),
     "http_headers": ("header", None),
@@ -34,16 +34,21 @@ COLUMNS = {
     "meta_tdm_reservation": ("meta", "tdm-reservation"),
     "metas": ("meta", None),
 }
-# Columns that often hold links of other kinds: they say nothing about whether the headers are known.
+# Columns that say nothing about whether the headers are known, if they can be read.
 OTHERS = ("link", "links")
+# Headers and <meta> that speak of use, in words: a number, true or false says nothing there.
+IN_WORDS = {name for _, name in COLUMNS.values() if name} - {"tdm-reservation"}
 # The keys of objects.
 NAMES = ("name", "key", "header", "property", "http-equiv", "httpequiv", "itemprop")
 VALUES = ("value", "content", "values")
-# RFC 9110 sec. 5.1: the name of a header (":status" in HTTP/2). RFC 9112 sec. 4: the line before headers.
-_FIELD = re.compile(r":?([!#$%&'*+.^_`|~0-9A-Za-z-]+)[ \t]*:(.*)", re.S)
+# RFC 9110 sec. 5.1: the name of a header (":status" in HTTP/2), but for the quote of Python's b'...'. RFC 9112 sec. 4:
+# the line before headers.
+_FIELD = re.compile(r":?([!#$%&*+.^_`|~0-9A-Za-z-]+)[ \t]*:(.*)", re.S)
 _STATUS = re.compile(r"HTTP/[\d.]+ \d{3}[^:\\]*")
 # RFC 8288: <URL>; rel="license"; type="application/rsl+xml"
 _LINK = re.compile(r"<([^<>]*)>([^<]*)")
+# The same without the brackets.
+_BARE_LINK = re.compile(r"(?:(?<=,)|^)\s*((?:\w+:)?/[^\s<>;,\"]*)(?=\s*;)")
 _PARAMETER = re.compile(r";\s*(\w+)\s*=\s*\"?([^\";,]*)")
 
 
@@ -60,19 +65,25 @@ def statements(doc):
     The headers, <meta> and <link> of a document, a Page: doc has any of COLUMNS. headers and metas are pairs, a dict, a
     list of objects with name (or key) and value (or content), lines of text, or any of these as JSON or bytes.
     """
-    pairs, links, state = [], [], "none"
+    pairs, links, state, readable = [], [], "none", True
     for column, value in cells_of(doc):
         place, name = COLUMNS[column]
+        entries, is_whole = ([(name, as_text(value))], is_plain(name, value)) if name else read_pairs(value)
         if place == "link":
-            links += links_in(value)
-            continue
-        entries, is_whole = ([(name, as_text(value))], is_plain(value)) if name else read_pairs(value)
+            entries, (urls, is_whole) = [], links_in(value)
+        else:
+            urls = [] if name else links_in(value)[0]
         pairs += [(place, *entry) for entry in entries]
-        links += [] if name else links_in(value)
-        if column not in OTHERS and state != "unread":
-            state = "known" if is_whole else "unread"
-    links += [url for _, name, value in pairs if name == "link" for url in links_of_header(value)]
-    return Page(pairs, links, state)
+        links += urls
+        readable &= is_whole
+        if column not in OTHERS:
+            state = "known"
+    for _, name, value in pairs:
+        if name == "link":
+            urls, is_whole = links_of_header(value)
+            links += urls
+            readable &= is_whole
+    return Page(pairs, links, state if readable else "unread")
 
 
 def cells_of(doc):
@@ -112,9 +123,13 @@ def is_empty(value):
     return value is None or value != value or isinstance(value, (str, bytes)) and not value.strip()
 
 
-def is_plain(value):
-    """Whether a value is a text, a number, or a list of these, so that as_text() loses nothing of it."""
-    return not any(isinstance(part, (dict, list, tuple)) for part in nested(value))
+def is_plain(name, value):
+    """
+    Whether the value of a header or <meta> of this name is a text, a number, or a list of these, so that as_text()
+    loses nothing of it; of those IN_WORDS a text.
+    """
+    wrong = (dict, list, tuple, int, float) if name in IN_WORDS else (dict, list, tuple)
+    return not any(isinstance(part, wrong) for part in nested(value))
 
 
 def nested(value):
@@ -164,9 +179,15 @@ def pair_of(entry):
         return pair_of_line(decoded(entry).strip())
     if isinstance(entry, dict):
         return pair_of_object({spelled(key): value for key, value in entry.items() if value is not None})
-    if isinstance(entry, (list, tuple)) and len(entry) == 2 and is_plain(entry[1]):
-        return spelled(entry[0]), as_text(entry[1])
+    if isinstance(entry, (list, tuple)) and len(entry) == 2 and is_name(entry[0]):
+        name, value = spelled(entry[0]), entry[1]
+        return (name, as_text(value)) if is_plain(name, value) else None
     return None
+
+
+def is_name(name):
+    """Whether a value may be the name of a header or <meta>: a text, and not bytes as Python prints them, b'...'."""
+    return isinstance(name, (str, bytes)) and not decoded(name).strip().startswith(("b'", 'b"'))
 
 
 def pair_of_line(line):
@@ -193,24 +214,31 @@ def pair_of_object(entry):
 
 
 def links_in(value):
-    """The URLs of RSL licences among <link>: objects with rel, href and type, or pairs of rel and href."""
-    links = []
+    """
+    (the URLs of RSL licences among <link>, whether all of it was read): objects with rel, href and type, or pairs of
+    rel and href.
+    """
+    links, is_whole = [], True
     for entry in nested(opened(value)):
-        if isinstance(entry, (list, tuple)):
+        if isinstance(entry, (list, tuple)) and 2 <= len(entry) <= 3:
             entry = dict(zip(("rel", "href", "type"), entry))
         if isinstance(entry, dict):
-            rel, href, kind = (as_text(entry.get(key) or "") for key in ("rel", "href", "type"))
+            entry = {spelled(key): part for key, part in entry.items() if part is not None}
+            is_whole &= not entry.keys().isdisjoint(("rel", "href"))
+            rel, href, kind = (as_text(entry.get(key, "")) for key in ("rel", "href", "type"))
             links += [href] * is_rsl(rel, href, kind)
-    return links
+        else:
+            is_whole &= is_empty(entry)
+    return links, is_whole
 
 
 def links_of_header(value):
-    """The URLs of RSL licences in a header Link."""
-    urls = []
+    """(the URLs of RSL licences in a header Link, whether it is one). A URL may lack <> if a parameter follows."""
+    urls, value = [], _BARE_LINK.sub(r"<\1>", value)
     for url, rest in _LINK.findall(value):
         parameters = dict(_PARAMETER.findall(rest.lower()))
         urls += [url] * is_rsl(parameters.get("rel", ""), url, parameters.get("type", ""))
-    return urls
+    return urls, not value.strip() or bool(_LINK.match(value.lstrip(" ,")))
 
 
 def is_rsl(rel, href, kind):

@@ -486,7 +486,22 @@ DOCUMENTS = """
 """
 
 
-@pytest.mark.parametrize("said, want", table(DOCUMENTS))
+# A page that says tdm-reservation: 1 and 0 in one place: any 1 counts. With a value that is neither, 0 exempts nobody.
+TWICE = """
+{"headers": {"TDM-Reservation": "1", "tdm-reservation": "0"}} | tdm-header
+{"headers": [["tdm-reservation", "1"], ["tdm-reservation", "0"]]} | tdm-header
+{"headers": "tdm-reservation: 1\\ntdm-reservation: 0"} | tdm-header
+{"headers": [{"name": "tdm-reservation", "value": "1"}, {"name": "tdm-reservation", "value": "0"}]} | tdm-header
+{"http_headers": {"tdm-reservation": 1}, "tdm_reservation": 0} | tdm-header
+{"tdm_reservation": 1, "TDM-Reservation": 0} | tdm-header
+{"metas": [["tdm-reservation", "1"], ["tdm-reservation", "0"]]} | tdm-meta
+{"metas": [["tdm-reservation", "0"], ["tdm-reservation", "1"]]} | tdm-meta
+{"meta_tdm_reservation": 1, "metas": {"tdm-reservation": 0}} | tdm-meta
+{"headers": [["tdm-reservation", "x"], ["tdm-reservation", "0"]], "tdmrep": [["/", 1]]} | tdm-file:/
+"""
+
+
+@pytest.mark.parametrize("said, want", table(DOCUMENTS) + table(TWICE))
 def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(said, want):
     doc = dict(path="/x", tdmrep=[], ai_txt=None) | json.loads(said.replace("AI_TXT", json.dumps(AI_TXT)))
     doc.setdefault("url", f"https://a.org{doc['path']}")
@@ -693,7 +708,9 @@ NAMED = """
 {"metas": [{"rel": "license", "href": "/rsl.xml"}, {"name": "x", "content": "y"}]} | https://a.org/rsl.xml
 {"links": [{"rel": "license", "href": "https://creativecommons.org/licenses/by/4.0/"}]} | None
 {"headers": {"Link": "<https://creativecommons.org/licenses/by/4.0/>; rel=license"}} | None
-{"links": ["https://b.org/license.xml"]} | None
+{"links": [{"REL": "license", "Href": "/l.xml"}]} | https://a.org/l.xml
+{"headers": {"Link": "https://l.org/a; rel=license; type=application/rsl+xml"}} | https://l.org/a
+{"link": "<a.css>; rel=preload, //l.org/a.xml ; rel=\\"license\\""} | https://l.org/a.xml
 """
 
 
@@ -716,12 +733,21 @@ def test_a_licence_that_is_named_is_read_and_without_its_file_unknown(tmp_path, 
         assert refusal(doc, robots, store) == (want if want != "rsl-unknown" else None)
 
 
-def test_the_only_licence_that_a_site_names_may_be_filed_as_license_xml():
-    robots = dict(store={"a.org": "License: https://l.org/a?b=c\n"}, missing="deny")
-    store = {"license.xml": {"a.org": LICENCE.format("/x")}}
-    assert refusal(dict(url="a.org/y"), robots, store) is None
-    robots["store"]["a.org"] += "License: https://m.org/a"
-    assert refusal(dict(url="a.org/y"), robots, store) == "rsl-unknown"
+def test_another_or_an_empty_licence_does_not_stand_for_one_that_is_named(tmp_path):
+    """Named by robots.txt, the header Link, or <link>; an own license.xml that is empty says nothing either."""
+    line, far = "License: https://l.org/a.xml", "https://l.org/a.xml"
+    named = [
+        (dict(), line),
+        (dict(headers=dict(Link=f'<{far}>; rel="license"')), ""),
+        (dict(links=[["license", far]]), ""),
+        (dict(), "License: /license.xml"),
+    ]
+    for content in ("", LICENCE.format("/elsewhere")):
+        rows = [dict(domain="a.org", file="license.xml", content=content)]
+        store = open_reservations(write_lines(tmp_path / "s.jsonl", rows))
+        for doc, robots in named[: 3 if content else 4]:
+            found = judge_document(dict(url="https://a.org/x") | doc, dict(store={"a.org": robots}), store)
+            assert found[0] is None and "rsl-unknown" in found[1]
 
 
 # Shapes that are not read, which says so: values of a row.
@@ -742,6 +768,19 @@ UNREAD = r"""
 {"metas": [["robots", "noindex", "noai"]]}
 {"X-Robots-Tag": {"a": "noai"}}
 {"tdm_reservation": "reserved"}
+{"links": "<link rel=license href=https://b.org/license.xml>"}
+{"links": ["https://b.org/license.xml"]}
+{"links": 5}
+{"links": [{"url": "https://b.org/license.xml"}]}
+{"link": "https://b.org/license.xml"}
+{"headers": {"Link": "b.org/license.xml rel=license"}}
+{"headers": {"X-Robots-Tag": true}}
+{"x_robots_tag": 1}
+{"metas": [{"name": ["robots"], "content": ["noai"]}]}
+{"metas": [["robots", "index"], [["robots"], "noai"]]}
+{"headers": "b'X-Robots-Tag: noai'"}
+{"headers": ["b'X-Robots-Tag: noai'"]}
+{"headers": {"b'X-Robots-Tag'": "b'noai'"}}
 """
 
 
