@@ -1,11 +1,13 @@
 """
-One document on its way through the rules that look at nothing but itself: walk(). corpus/stages.py runs sift() on each
-group of documents, in any process.
+The rules about single documents. walk() leads a document through all of them, from top to bottom; sift() does it for a
+group of documents, in any process (corpus/stages.py).
 
     in     the documents of a group, from the files of the user (corpus/readers.py)
     out    GROUP.text, the texts that pass, without personal data, one after the other
            GROUP.parquet, a row of the ledger for each document, with the place of its text in GROUP.text and its keys
-           for near-duplicates; reasons for which documents are removed stand in corpus/report.py
+           for near-duplicates
+
+corpus/report.py lists all reasons for which a document is removed.
 """
 
 import re
@@ -66,7 +68,7 @@ class Rules:
 
 @dataclass
 class Document:
-    """A document on its way. columns: as readers.documents() gives them, unchanged, with the text as it came in."""
+    """A document in walk(). columns: as readers.documents() gives them, unchanged, with the text as it came in."""
     columns: dict
     text: str                                              # "" if it cannot be read; at the end as it is written
     reason: str = ""                                       # why it is removed; "": it passes

@@ -103,7 +103,7 @@ class Work:
         return groups_of(self.files())
 
     def sifted(self, number):
-        """The file with the rows of a group; its texts are beside it, as .text."""
+        """The file with the rows of a group. Its texts are in a .text of the same name."""
         return self.folder / "sift" / f"{number}.parquet"
 
     def documents(self):
