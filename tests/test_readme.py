@@ -175,6 +175,7 @@ LONGER = {  # words
     "docs/decisions.md": 2_400,
     "docs/learn.md": 750,
     "docs/posttraining.md": 800,
+    "docs/studies.md": 750,
     "docs/scale.md": 900,
 }
 
