@@ -69,36 +69,44 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     h (N, C), head (V, C), targets (N,) int64, loss_weights (N,) fp32 -> loss (), and nll (N,) without gradient.
 
     chunk_loss: the function above, compiled or not, or one with several loss terms: loss_weights and nll are
-    then (N, terms). targets go to it alone: distill.py puts row numbers there.
+    then (N, terms). targets go to it alone: distill.py puts row numbers there. rows (n, C): trained ones, in the place
+    of the head's rows row_ids (n,).
     """
 
     @staticmethod
-    def forward(ctx, h, head, targets, loss_weights, chunk_loss):
+    def forward(ctx, h, head, targets, loss_weights, chunk_loss, rows=None, row_ids=None):
         w = head.to(h.dtype)
+        if rows is not None:
+            w = w.index_copy(0, row_ids, rows.to(h.dtype))
         nll = torch.empty_like(loss_weights)
         # A frozen head needs no gradient, which saves 2 GB at the 8B. Validation needs no gradient at all.
         train_h, train_head = ctx.needs_input_grad[:2]
         grad_h = torch.empty_like(h) if train_h else None
         grad_head = at_least_fp32(torch.zeros_like(head)) if train_head else None
-        rows = chunk_rows(len(head), h.device, train_head)
-        for i in range(0, len(h), rows):
-            s = slice(i, i + rows)
-            nll[s], dz = chunk_loss(h[s], w, targets[s], loss_weights[s], train_h or train_head)
+        grad_rows = at_least_fp32(torch.zeros_like(rows)) if rows is not None else None
+        size = chunk_rows(len(head), h.device, train_head)
+        for i in range(0, len(h), size):
+            s = slice(i, i + size)
+            nll[s], dz = chunk_loss(h[s], w, targets[s], loss_weights[s], any(ctx.needs_input_grad))
             if train_h:
                 grad_h[s] = dz @ w                         # (rows, C)
             if train_head:
                 add_product(grad_head, dz.T, h[s])         # (V, C)
-        ctx.save_for_backward(grad_h, grad_head)
+            if grad_rows is not None and dz is not None:
+                add_product(grad_rows, dz[:, row_ids].T, h[s])         # (n, C)
+        ctx.save_for_backward(grad_h, grad_head, grad_rows)
         ctx.mark_non_differentiable(nll)
         return (nll * loss_weights).sum(), nll
 
     @staticmethod
     def backward(ctx, grad, _):
-        grad_h, grad_head = ctx.saved_tensors
+        grad_h, grad_head, grad_rows = ctx.saved_tensors
         if grad_h is not None:
             grad_h = grad_h * grad.to(grad_h.dtype)
         if grad_head is not None:
             # In place, since a copy takes 2 GB at the 8B. Autograd therefore raises in a second backward pass. Autograd
             # also casts the gradient to the dtype of the head.
             grad_head = grad_head.mul_(grad)
-        return grad_h, grad_head, None, None, None
+        if grad_rows is not None:
+            grad_rows = grad_rows * grad
+        return grad_h, grad_head, None, None, None, grad_rows, None

@@ -56,8 +56,8 @@ python train.py configs/recipe.py --init_from=$here/base --data=$here/data --blo
 cat $here/world/lessons.jsonl $here/world/replay.jsonl > $here/sft.jsonl
 
 test -e $here/sft/summary.json ||
-python -m posttrain.sft --init_from=$here/long --data=$here/sft.jsonl --lr=1e-3 --seed=$seed --optimizer=adamw --val_share=0 \
-    --batch_size=16 --micro_batch=16 --dtype=float32 --out=$here/sft --resume
+python -m posttrain.sft --init_from=$here/long --data=$here/sft.jsonl --lr=1e-3 --seed=$seed --optimizer=adamw \
+    --val_share=0 --batch_size=16 --micro_batch=16 --dtype=float32 --out=$here/sft --resume
 
 # Alignment by the truth: QRPO with 1 for a right answer, 0 for "I do not know", -1 for an invention.
 test -e $here/qrpo/summary.json ||
@@ -68,8 +68,8 @@ python -m posttrain.qrpo --init_from=$here/sft --data=$here/world/prompts.jsonl 
 
 # Alignment by a charter: a judge learns to rate answers by two sentences, and its ranks are the rewards.
 test -e $here/judge/summary.json ||
-python -m posttrain.sft --init_from=$here/long --data=$here/world/judgements.jsonl --lr=1e-3 --seed=$seed --val_share=0 \
-    --optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --out=$here/judge --resume
+python -m posttrain.sft --init_from=$here/long --data=$here/world/judgements.jsonl --lr=1e-3 --seed=$seed \
+    --val_share=0 --optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --out=$here/judge --resume
 
 test -e $here/charter/summary.json ||
 python -m posttrain.qrpo --init_from=$here/sft --data=$here/world/prompts.jsonl \

@@ -31,9 +31,9 @@ def weights_hash(model):
     """
     digest = hashlib.sha256()
     for path, module in model.named_modules():
+        path = path.removesuffix(".base")                  # the matrix beside an adapter
         if path == "lm_head" and model.config.tie_embeddings or ".lora_" in path:
             continue                                       # a tied head is the embedding, which counts once
-        path = path.removesuffix(".base")                  # the matrix of a LoRALinear
         if hasattr(module, "original_hash"):               # a quantised matrix
             digest.update(f"{path}.weight {module.original_hash}\n".encode())
         for leaf, p in module.named_parameters(recurse=False):
