@@ -44,13 +44,16 @@ class Store(dict):
         without a file, a row is skipped. age: what dated() returns; of equal ages the last row is the newest.
         snapshots: "any" keeps all different files, "last" the newest; another value is a ValueError.
 
-        several: the keys with different files. ignored: {reason: [names]} of files and rows that were not read.
+        several: the keys with different files. unfetched: those of failed downloads. ignored: {reason: [names]} of
+        files and rows that were not read.
         """
         if snapshots not in SNAPSHOTS:
             raise ValueError(f"snapshots={snapshots!r}: want any (each file of a host counts) or last (the newest)")
-        self.ignored, files = dict(ignored), {}
+        self.ignored, self.unfetched, files = dict(ignored), set(), {}
         for number, (key, content, age) in enumerate(rows):
-            if key and content is not None:
+            if key and content is None:
+                self.unfetched.add(key)
+            elif key:
                 ages = files.setdefault(key, {})
                 packed = zlib.compress(content, 1)
                 ages[packed] = max((age, number), ages.get(packed, ("", 0)))
@@ -60,12 +63,25 @@ class Store(dict):
 
     def versions(self, key):
         """The files of a key, bytes, the newest first. An unknown host is looked up with and without www. as well."""
-        twin = key[4:] if key.startswith("www.") else "www." + key
-        return [zlib.decompress(packed) for packed in super().get(key) or super().get(twin) or ()]
+        return [zlib.decompress(packed) for packed in super().get(key) or super().get(twin_of(key)) or ()]
+
+    def was_not_fetched(self, key):
+        """Whether all downloads of the file of a key have failed."""
+        return not self.versions(key) and not self.unfetched.isdisjoint((key, twin_of(key)))
 
     def get(self, key):
         """The newest file of a key, bytes, or None."""
         return next(iter(self.versions(key)), None)
+
+
+def twin_of(key):
+    """A key with www., or without it."""
+    return key[4:] if key.startswith("www.") else "www." + key
+
+
+def was_not_fetched(store, key):
+    """Whether all downloads of a file have failed, by a Store; another store does not know."""
+    return bool(key) and isinstance(store, Store) and store.was_not_fetched(key)
 
 
 def versions_of(store, key):

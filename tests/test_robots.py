@@ -807,6 +807,24 @@ def test_a_tdmrep_json_that_cannot_be_read_is_unknown():
         assert judge_document(dict(url="a.org/x", tdm_reservation=0), None, store) == (None, {"known"})
 
 
+def test_a_tdmrep_json_or_ai_txt_that_was_not_fetched_is_unknown_and_one_that_the_store_lacks_is_not(tmp_path):
+    """As of robots.txt, a file of an earlier day counts when the fetch of a later one has failed."""
+    rows = [dict(domain=f"{mark}.org", file=file, content=None) for mark, file in zip(("tdm", "ai"), FILES)]
+    rows += [dict(domain="b.org", file=file, content=content) for file in FILES[:2] for content in ("", None)]
+    store = open_reservations(write_lines(tmp_path / "s.jsonl", rows))
+    deny = dict(store=dict.fromkeys(("tdm.org", "www.ai.org", "b.org", "c.org"), ""), missing="deny")
+    for host, marks in (
+        ("tdm.org", {"tdm-unknown"}),
+        ("www.ai.org", {"ai-unknown"}),
+        ("b.org", set()),
+        ("c.org", set()),
+    ):
+        doc = dict(url=f"https://{host}/x")
+        assert judge_document(doc, None, store) == (None, marks)
+        assert refusal(doc, deny, store) == (max(marks) if marks else None)
+    assert judge_document(dict(url="https://tdm.org/x", tdm_reservation=0), None, store) == (None, {"known"})
+
+
 def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):
     files = ("www.a.org", "tdmrep.json", RESERVES), ("b.org", "/ai.txt", AI_TXT), ("c.org", "ai.txt", None)
     rows = [dict(zip(("domain", "file", "content"), file)) for file in files]
