@@ -18,6 +18,8 @@ read the files of January 2025.
 import os
 import re
 import zlib
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from corpus.readers import ending, files_of, open_bytes, rows_of
@@ -202,14 +204,22 @@ def as_bytes(content, domain):
 
 
 def dated(date, domain):
-    """The digits of a date, in their order: 2026-01-31 -> 20260131. "" without a date. ValueError for another text."""
-    digits = re.sub(r"\D", "", str(date))
+    """
+    A date as text whose order is that of time: UTC, also where no time zone is given. "" without a date. ValueError for
+    a text that is neither ISO 8601 (2026-01-31T10:00:00+02:00, 20260131, 2026-1-31), nor a timestamp of web archives
+    (20260131100000), nor the date of HTTP (RFC 9110, sec. 5.6.7).
+    """
     # NaN is not equal to itself.
     if date in (None, "") or date != date:
         return ""
-    if len(digits) < 8:
-        raise ValueError(f"the file of {domain} has the date {date!r}: want a date such as 2026-01-31")
-    return digits
+    text = as_text(int(date) if isinstance(date, float) else date).strip()
+    text = re.sub(r"^(\d{4})-(\d\d?)-(\d\d?)(?!\d)", lambda m: f"{m[1]}-{m[2]:>02}-{m[3]:>02}", text)
+    text = re.sub(r"^(\d{8})(\d{6})$", r"\1T\2", text.removesuffix(" UTC"))
+    try:
+        time = parsedate_to_datetime(text) if text[:3].isalpha() else datetime.fromisoformat(text)
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC).isoformat(timespec="microseconds")
+    except (ValueError, OverflowError):
+        raise ValueError(f"the file of {domain} has the date {date!r}: want a date such as 2026-01-31") from None
 
 
 def place_of(name):

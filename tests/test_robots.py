@@ -553,9 +553,33 @@ def test_a_snapshot_of_each_file_counts(tmp_path):
     assert reservation(dict(url="a.org/x"), open_reservations(tmp_path / "s.jsonl", "last")) is None
 
 
-def test_the_date_of_a_snapshot_is_a_date(tmp_path):
-    rows = [dict(domain="a.org", content="", date="Jan 31")]
-    with pytest.raises(ValueError, match="a.org has the date 'Jan 31': want a date such as 2026-01-31"):
+# Two dates of snapshots, the earlier one first.
+EARLIER = """
+2026-09-16 10:00:00+02:00 | 2026-09-16T08:30:00Z
+2026-09-16T01:00:00 | 2026-09-16 23:00:00
+2026-09-16T12:00:00.5Z | 2026-09-16T12:00:01Z
+20260101 | 2026-12-01
+2026-9-30 | 2026-10-2
+2026-09-16 | 20260916083000
+Wed, 01 Jan 2025 00:00:00 GMT | Wed, 16 Sep 2026 00:00:00 GMT
+2026-09-16T23:30:00-02:00 | 2026-09-17T02:00:00
+"""
+
+
+@pytest.mark.parametrize("early, late", table(EARLIER))
+def test_the_last_snapshot_is_the_latest_in_time(tmp_path, early, late):
+    for early_ban in (True, False):
+        rows = [(early, early_ban), (late, not early_ban)]
+        rows = [dict(domain="a.org", date=date, content="User-agent: *\nDisallow: /" * ban) for date, ban in rows]
+        for order in (rows, rows[::-1]):
+            store = open_robots(write_lines(tmp_path / "s.jsonl", order), "last")
+            assert verdict("a.org/x", store)[0] == early_ban
+
+
+@pytest.mark.parametrize("date", ["Jan 31", "16.09.2026", "2026-13-01", "Someday, 2026", 20261301])
+def test_the_date_of_a_snapshot_is_a_date(tmp_path, date):
+    rows = [dict(domain="a.org", content="", date=date)]
+    with pytest.raises(ValueError, match=f"a.org has the date {date!r}: want a date such as 2026-01-31"):
         open_robots(write_lines(tmp_path / "s.jsonl", rows))
 
 
