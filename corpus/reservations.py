@@ -51,9 +51,10 @@ RESERVED = {
     "rsl": "an RSL licence prohibits training",
 }
 # Headers with preferences about training.
-USAGE = ("content-usage", "content-signal", "usage-pref")
+USAGE = ("content-usage", "content-signal", "content-signals", "usage-pref")
 # What is not known of a page that no signal refuses; --missing=deny removes it.
 UNKNOWN = {
+    "cut": "the host's robots.txt has rules behind its first 500 KiB, which are not read",
     "unread": "headers, <meta> or <link> that cannot be read",
     "tdm-unread": "the host's tdmrep.json cannot be read",
     "tdm-unknown": "the host's tdmrep.json was not fetched",
@@ -66,7 +67,6 @@ MARKS = {
     **UNKNOWN,
     "rsl-terms": "an RSL licence permits other uses alone, or asks for payment: not judged",
     "older": "refused by an older file of the host alone",
-    "cut": "the host's robots.txt has rules behind its first 500 KiB, which are not read",
 }
 
 
@@ -136,7 +136,8 @@ def first_of(reasons):
 # noai
 
 
-DIRECTIVES = ("noai", "noimageai", "noml")
+# noai, no-ai, NO AI (values are in lower case).
+DIRECTIVE = re.compile(r"(?<![\w-])no[ _-]?(ai|imageai|ml)(?![\w-])")
 
 
 @lru_cache
@@ -153,9 +154,8 @@ def first_directive(page, names):
             for part in value.lower().split(","):
                 agent, _, directives = part.rpartition(":")
                 if not agent.strip() or product_token(agent) in names:
-                    words = [re.sub("[-_]", "", word) for word in re.findall(r"[\w-]+", directives)]
-                    if directive := next(filter(DIRECTIVES.__contains__, words), None):
-                        return directive
+                    if m := DIRECTIVE.search(directives):
+                        return f"no{m[1]}"
     return None
 
 

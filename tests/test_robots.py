@@ -232,6 +232,16 @@ Mine | /a/b | Content-Signal: ai-train=no;;User-agent: Mine;Disallow: | usage-fi
 all | /a/b | Content-Usage: /a TRAIN-AI = N | usage-file:*:/a
 all | /a/b | Usage-Pref: search=y, tdm=n | usage-file:*:/
 all | /a/b | User-agent: Some, GPTBot, Other;Disallow: /a | robots:GPTBot:/a
+all | /a | User-agent: "GPTBot";Disallow: /a | robots:GPTBot:/a
+all | /a | User-agent: Some\\x3b ClaudeBot;Disallow: /a | robots:ClaudeBot:/a
+all | /a | User-agent: Some\\x7cClaudeBot;Disallow: /a | robots:ClaudeBot:/a
+all | /a | User_agent: GPTBot;Disallow: /;;User-agent: Some;Allow: / | robots:GPTBot:/
+all | /a | \u00ef\u00bb\u00bfUser-agent: *;Disallow: /;;User-agent: Some;Disallow: | robots:*:/
+all | /a | User-agent: Some;Allow: /;\u00ef\u00bb\u00bfUser-agent: GPTBot;Disallow: / | robots:GPTBot:/
+all | /a | ?x User-agent: GPTBot;Disallow: /;;User-agent: Some;Allow: / | robots:*:/
+GPTBot | /a | Disallow: /;;User-agent: GPTBot;Allow: /b | allowed
+all | /a | User-agent: *;Content-Signals: search=yes, ai_train=no | usage-file:*:/
+all | /a | Content-Usage: train_ai=n | usage-file:*:/
 all | /a/b | License: https://a.org/license.xml | allowed
 all | /a/b | License: MIT | unparsable
 all | /a/b | User-agent: *;# Content-Usage: train-ai=n | allowed
@@ -247,11 +257,16 @@ all | /x | # x;; sitemap: /s;other | allowed
 """
 
 
+def unescaped(robots):
+    """A robots.txt of REASONS: ; is a line break, \\x3b a semicolon, \\x7c a bar."""
+    return robots.replace(";", "\n").replace("\\x3b", ";").replace("\\x7c", "|")
+
+
 @pytest.mark.parametrize("who, path, robots, reason", table(REASONS))
 def test_the_reason_names_the_agent_and_its_rule(who, path, robots, reason):
     named = AGENTS[:-1]
     agents = dict(all=AGENTS, named=named, explicit=named, reversed=AGENTS[::-1]).get(who, [who])
-    found = may_train_on(f"https://a.org{path}", robots.replace(";", "\n"), agents, who == "explicit")
+    found = may_train_on(f"https://a.org{path}", unescaped(robots), agents, who == "explicit")
     assert found == (reason in ("allowed", "unparsable"), reason)
 
 
@@ -374,9 +389,10 @@ HEADERS = {
 }
 # Values that the syntax does not have, but whose meaning is plain; and the labels of earlier drafts.
 BY_A_HAIR = {
-    "x-robots-tag": "noai noimageai / GPTBot: noindex noai / NoAI / no-ai / noindex;noai",
+    "x-robots-tag": "noai noimageai / GPTBot: noindex noai / NoAI / no-ai / noindex;noai / NO AI / index, no ai",
     "content-usage": """train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 / train-ai=n x / train-ai=(n) /
-        Train-AI=n / train-ai = n / train-ai:n / search=y;train-ai=n / search=y train-ai=n / ai-train=no / genai=n /
+        Train-AI=n / train-ai = n / train-ai:n / search=y;train-ai=n / search=y train-ai=n / ai-train=no / train_ai=n /
+        ai_train=no / genai=n /
         train-genai=n / tdm=n / ai=n / bots=n / all=n / search=y, all=n""",
     "tdm-reservation": "true / True / 1.0 / 1, 1",
 }
@@ -428,6 +444,10 @@ DOCUMENTS = """
 {"X-Robots-Tag": "noai"} | noai
 {"Content-Usage": "train-ai=n"} | usage-header
 {"Meta-Robots": "noai"} | noai
+{"headers": {"Content-Signals": "ai-train=no"}} | usage-header
+{"usage_pref": "train-ai=n"} | usage-header
+{"Usage-Pref": "tdm=n"} | usage-header
+{"Content-Signals": "ai-train=no"} | usage-header
 {"metas": [{"name": "robots", "content": "noai"}]} | noai
 {"metas": [{"charset": "utf-8"}, {"property": "og:x", "content": "x"}, {"name": "GPTBot", "content": "noai"}]} | noai
 {"metas": [{"name": null, "http-equiv": "X-Robots-Tag", "content": "noai"}]} | noai
@@ -639,10 +659,14 @@ def test_agents_may_share_a_line_and_those_of_2026_are_more_than_those_of_apertu
     assert {agent.lower() for agent in agents_of("2026")} <= known
 
 
-def test_rules_behind_the_first_500_kib_are_reported():
+def test_a_file_with_rules_behind_its_first_500_kib_is_not_fully_read():
     long = "User-agent: *\n" + "# \n" * 200_000
     for end, marks in (("Disallow: /", {"cut"}), ("# Disallow: /", set())):
-        assert judge_document(dict(url="a.org/x"), dict(store={"a.org": long + end})) == (None, marks)
+        store = dict(store={"a.org": long + end})
+        assert judge_document(dict(url="a.org/x"), store) == (None, marks)
+        assert refusal(dict(url="a.org/x"), store | dict(missing="deny")) == max(marks, default=None)
+        of_ai_txt = judge_document(dict(url="a.org/x"), None, {"ai.txt": store["store"]})
+        assert of_ai_txt == (None, {"ai-unread"} if marks else set())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
