@@ -37,9 +37,9 @@ HTML, "noai: true", names of agents with * in them. What cannot be read is count
 taken for consent, and removed with --missing=deny.
 
 Any refusal counts, also beside a permission, but for four orders that standards set: an agent's own group and the
-longest rule of it decide (RFC 9309; the same for paths of Content-Usage); of a label that one statement repeats the last
-value counts (RFC 9651); the first rule of tdmrep.json that matches decides; a page's own tdm-reservation, in its header
-or, before that, its <meta>, overrides that file (TDMRep).
+longest rule of it decide (RFC 9309; the same for paths of Content-Usage); of a label that one statement repeats, the
+last value counts (RFC 9651); the first rule of tdmrep.json that matches decides; a page's own tdm-reservation overrides
+that file, and its <meta> its header (TDMRep).
 
 The command below gives the verdict of robots.txt on a page. It reads no other opt-out; prepare.py does:
 
