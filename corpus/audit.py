@@ -78,6 +78,8 @@ def read_query(asked):
     text = read_text(asked).removeprefix("\ufeff") if is_file else asked
     if not text.strip():
         raise ValueError(f"find={asked!r} is empty: want an id, a URL, a host, a text, or a text file")
+    if not re.sub(r"^\w+:(?=//)", "", text).strip("/ \r\n"):
+        raise ValueError(f"find={asked!r} names nothing: want an id, a URL, a host, a text, or a text file")
     # A file is found by its text alone.
     names = set() if is_file else set().union(*names_in(asked))
     return Query(asked, is_file, text, names | {("text", fingerprint(text))})

@@ -107,7 +107,8 @@ def names_of(row):
         url = normalized_url(row["url"])
         names |= {("url", url), ("path", url)}
         names |= {("path", url[:slash.start()]) for slash in re.finditer("/", url)}
-    labels = (host_key(row["url"]) or "").split(".")
+    host = host_key(row["url"])
+    labels = host.split(".") if host else []
     return names | {("host", ".".join(labels[n:])) for n in range(len(labels))}
 
 
@@ -123,8 +124,11 @@ def names_in(line):
         https://uni.example         this page; if there is none, the host
         https://uni.example/~jane/  this page; if there is none, all pages below
         jane@uni.example            nothing: an e-mail address names no host
+        /, https://                 nothing
     """
     as_id, address = ("id", line), re.sub(r"^(?:\w+:)?//", "", line)
+    if not address.strip("/"):
+        return [{as_id}]
     authority, slash, path = address.partition("/")
     url = normalized_url(line)
     if "@" in authority:

@@ -34,7 +34,7 @@ from corpus.robots import (
     product_token,
 )
 from corpus.statements import as_text, spelled, statements
-from corpus.stores import FILES, licence_key, versions_of
+from corpus.stores import FILES, licence_key, versions_of, was_not_fetched
 from corpus.urls import compiled, disallowing, pattern_of, site_key, split_url
 
 # {reason: its text in the report}.
@@ -51,12 +51,15 @@ RESERVED = {
     "rsl": "an RSL licence prohibits training",
 }
 # Headers with preferences about training.
-USAGE = ("content-usage", "content-signal", "usage-pref")
+USAGE = ("content-usage", "content-signal", "content-signals", "usage-pref")
 # What is not known of a page that no signal refuses; --missing=deny removes it.
 UNKNOWN = {
+    "cut": "the host's robots.txt has rules behind its first 500 KiB, which are not read",
     "unread": "headers, <meta> or <link> that cannot be read",
     "tdm-unread": "the host's tdmrep.json cannot be read",
+    "tdm-unknown": "the host's tdmrep.json was not fetched",
     "ai-unread": "the host's ai.txt cannot be read",
+    "ai-unknown": "the host's ai.txt was not fetched",
     "rsl-unknown": "names an RSL licence that the store does not have, or that cannot be read",
 }
 # {mark: its text after a number of documents}.
@@ -64,7 +67,6 @@ MARKS = {
     **UNKNOWN,
     "rsl-terms": "an RSL licence permits other uses alone, or asks for payment: not judged",
     "older": "refused by an older file of the host alone",
-    "cut": "the host's robots.txt has rules behind its first 500 KiB, which are not read",
 }
 
 
@@ -113,15 +115,12 @@ def reserved(url, page, store, agents, robots_files):
     # One preference does not withdraw the opt-out of another (draft-ietf-aipref-vocab-08 sec. 5.1).
     if any(name in USAGE and forbids_training(value) for _, name, value in page.pairs):
         return "usage-header", set()
-    site, store = site_key(url), store or {}
+    store = store or {}
     tdmrep, ai_txt, licences = (store.get(file) for file in FILES)
-    reason, marks = mining_reservation(url, page, versions_of(tdmrep, site))
+    reason, marks = mining_reservation(url, page, tdmrep)
     if not reason:
-        files = versions_of(ai_txt, site)
-        reason, by_older = first_of(ai_txt_refusal(file, split_url(url)[1], agents) for file in files)
-        marks |= {by_older} - {""}
-        if not reason and None in map(parse_robots, files):
-            marks.add("ai-unread")
+        reason, others = ai_txt_reservation(url, ai_txt, agents)
+        marks |= others
     if not reason:
         reason, others = licence_refusal(url, page, licences, robots_files)
         marks |= others
@@ -137,7 +136,8 @@ def first_of(reasons):
 # noai
 
 
-DIRECTIVES = ("noai", "noimageai", "noml")
+# noai, no-ai, NO AI (values are in lower case).
+DIRECTIVE = re.compile(r"(?<![\w-])no[ _-]?(ai|imageai|ml)(?![\w-])")
 
 
 @lru_cache
@@ -154,9 +154,8 @@ def first_directive(page, names):
             for part in value.lower().split(","):
                 agent, _, directives = part.rpartition(":")
                 if not agent.strip() or product_token(agent) in names:
-                    words = [re.sub("[-_]", "", word) for word in re.findall(r"[\w-]+", directives)]
-                    if directive := next(filter(DIRECTIVES.__contains__, words), None):
-                        return directive
+                    if m := DIRECTIVE.search(directives):
+                        return f"no{m[1]}"
     return None
 
 
@@ -164,18 +163,21 @@ def first_directive(page, names):
 # TDMRep
 
 
-def mining_reservation(url, page, files):
+def mining_reservation(url, page, store):
     """
-    (reason, marks): the last statement about text and data mining that counts, of tdmrep.json (its versions), headers
-    and <meta>. Each overrides the ones before it, as TDMRep has it. If one place says both, 1 counts; a
-    value other than 0 and 1 is unread.
+    (reason, marks): the last statement about text and data mining that counts, of tdmrep.json in a store, headers and
+    <meta>. Each overrides the ones before it, as TDMRep has it. If one place says both, 1 counts; a value other than 0
+    and 1 is unread.
     """
-    host, path = split_url(url)
+    (host, path), site = split_url(url), site_key(url)
+    files = versions_of(store, site)
     locations = (host and disallowing(parse_tdmrep(file, host)[0], path) for file in files)
     location, by_older = first_of(locations)
     reason, marks = location and f"tdm-file:{location}", {by_older} - {""}
     if not location and not all(parse_tdmrep(file, host)[1] for file in files):
         marks.add("tdm-unread")
+    if was_not_fetched(store, site):
+        marks.add("tdm-unknown")
     for place in ("header", "meta"):
         flags = [flag_of(value) for at, name, value in page.pairs if (at, name) == (place, "tdm-reservation")]
         if True in flags:
@@ -220,6 +222,18 @@ def parse_tdmrep(content, host):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # ai.txt
+
+
+def ai_txt_reservation(url, store, agents):
+    """(reason, marks) of a URL by the versions of its host's ai.txt in a store."""
+    site, (_, path) = site_key(url), split_url(url)
+    files = versions_of(store, site)
+    reason, by_older = first_of(ai_txt_refusal(file, path, agents) for file in files)
+    if reason:
+        return reason, {by_older} - {""}
+    is_whole = not any(parse_robots(file) is None or has_unread_rules(file) for file in files)
+    unknown = {"ai-unread": not is_whole, "ai-unknown": was_not_fetched(store, site)}
+    return None, {mark for mark, applies in unknown.items() if applies}
 
 
 def ai_txt_refusal(ai_txt, path, agents):

@@ -15,8 +15,8 @@ general-purpose models, copyright chapter, measure 1.3, asks for them. Directive
 machine-readable reservations; which of these qualify is not settled, so all are honoured.)
 
     signal                 state                where it stands         what we read                  what we do not
-    Disallow               RFC 9309 (2022)      robots.txt              groups of our agents and *;   rules before any
-                                                                        the first 500 KiB             User-agent
+    Disallow               RFC 9309 (2022)      robots.txt              groups of our agents and *;   -
+                                                                        the first 500 KiB
     Content-Usage,         drafts: IETF attach  robots.txt; HTTP        n for train-ai, ai-train,     search, ai-use,
     Content-Signal,        -05, vocab -08;      header                  and for tdm, ai, genai,       ai-input
     Usage-Pref             Cloudflare 2025                              train-genai, bots, all
@@ -30,8 +30,16 @@ machine-readable reservations; which of these qualify is not settled, so all are
     -                      -                    -                       -                             network blocks,
                                                                                                       prose, terms
 
-A signal that is almost in its syntax counts: the will of its writer is plain. What cannot be read is counted (unread,
-unparsable, unknown), never taken for consent, and removed with --missing=deny.
+A signal that is almost in its syntax counts, where the will of its writer is plain: upper case, "train_ai = no", "NO
+AI", several agents in a line or in quotes, a ban before the first User-agent. Not read as one are `Disallow: "/"`,
+`Disallow: all`, `User-agent: all`, two rules in one line, "user-agent=GPTBot", a list with dashes, rules inside of
+HTML, "noai: true", names of agents with * in them. What cannot be read is counted (unread, unparsable, unknown), never
+taken for consent, and removed with --missing=deny.
+
+Any refusal counts, also beside a permission, but for four orders that standards set: an agent's own group and the
+longest rule of it decide (RFC 9309; the same for paths of Content-Usage); of a label that one statement repeats, the
+last value counts (RFC 9651); the first rule of tdmrep.json that matches decides; a page's own tdm-reservation overrides
+that file, and its <meta> its header (TDMRep).
 
 The command below gives the verdict of robots.txt on a page. It reads no other opt-out; prepare.py does:
 
@@ -185,18 +193,19 @@ def refusals(path, groups, agents, explicit=False):
 # RFC 9309 sec. 2.5: the minimum that a crawler has to read.
 MAX_BYTES = 500 * 1024
 # Misspelt names and a missing colon are accepted, as by Google's parser: the intent of "Disalow /" is clear.
-_LINE = re.compile(r"""(?ix) [\r\n] [ \t]*
-    (?: (?P<agent> user [ -]? agent )
+# Letters other than ASCII before a line are what is left of a byte-order mark.
+_LINE = re.compile(r"""(?ix) [\r\n] [^!-~\r\n]*
+    (?: (?P<agent> user [ _-]? agent )
       | (?P<allow> allow )
-      | (?P<usage> content-usage | content-signal | usage-pref )
+      | (?P<usage> content-usage | content-signals? | usage-pref )
       | (?P<license> license (?= [ \t]* : [ \t]* (?: [^\s#]* / | [^\s#]+ \.xml ) ) )
       | dis+al+ow | disallaw | diasllow )
     (?: [ \t]* : | [ \t] ) (?P<value> [^#\r\n]* )""")
 # Not a robots.txt: a web page, or text other than comments without any line about agents, sitemaps or training.
 _OTHER = re.compile(r"""(?isx) \s* <
-    | (?! .* [\r\n] [ \t]* (?: (?: user [ -]? agent | sitemap ) [ \t:]
-                             | (?: content-usage | content-signal | usage-pref ) [ \t]* :
-                             | license [ \t]* : [ \t]* (?: [^\s#]* / | [^\s#]+ \.xml ) ) )
+    | (?! .* [\r\n] [^!-~\r\n]* (?: (?: user [ _-]? agent | sitemap ) [ \t:]
+                                   | (?: content-usage | content-signals? | usage-pref ) [ \t]* :
+                                   | license [ \t]* : [ \t]* (?: [^\s#]* / | [^\s#]+ \.xml ) ) )
       .* [\r\n] [ \t]* [^#\s]""")
 # "CCBot/2.0 (https://...)" -> "CCBot"
 _TOKEN = re.compile(r"\*(?!\S)|[A-Za-z0-9_.-]+")
@@ -224,8 +233,12 @@ def parse_robots(content):
     # A licence belongs to no group (RSL 1.0), so it does not end one.
     licences = [value for kind, value in lines if kind == "license"]
     lines = [line for line in lines if line[0] != "license"]
-    # RFC 9309 has no rules before the first user-agent. A preference there is about all agents.
-    reading, _ = groups_of(lines, ("allow", "disallow"))
+    # RFC 9309 has no rules before the first user-agent: that line may have been lost. A ban there counts for agents
+    # without a group of their own, a preference for all.
+    reading, before = groups_of(lines, ("allow", "disallow"))
+    bans = [rule for rule in before if rule[1]]
+    if bans:
+        reading.setdefault("*", []).extend(bans)
     training, for_all = groups_of(lines, ("usage",))
     if for_all:
         training.setdefault("*", [])
@@ -248,7 +261,7 @@ def groups_of(lines, kinds):
         if kind == "agent":
             # A user-agent line after a rule begins a new group. RFC 9309 merges all groups of an agent.
             names = [] if in_rules else names
-            names += map(product_token, value.split(","))
+            names += map(product_token, re.split("[,;|]", value))
             for name in names:
                 groups.setdefault(name, [])
         # An empty "Disallow:" disallows nothing.
@@ -266,7 +279,7 @@ def robots_text(content):
     if len(raw) > MAX_BYTES:
         raw = raw[:end_of_whole_lines(raw)]
     # UTF-16 read as UTF-8 is ASCII with NULs in between.
-    return "\n" + raw.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd")
+    return "\n" + raw.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd\u00ef\u00bb\u00bf")
 
 
 def end_of_whole_lines(raw):
@@ -283,7 +296,7 @@ def has_unread_rules(content):
 @lru_cache(maxsize=4096)
 def product_token(agent):
     """The name of an agent in a user-agent line: lower case, no version (RFC 9309 sec. 2.2.1). None without a name."""
-    m = _TOKEN.match(agent.strip())
+    m = _TOKEN.match(agent.strip(" \t\"'\u201c\u201d"))
     return m and m[0].lower()
 
 
@@ -296,7 +309,8 @@ def preference(value):
 # Labels about training: of the drafts of today, of Cloudflare, and of earlier drafts (draft-thomson-aipref-sup-00,
 # draft-ietf-aipref-vocab-00 to -04), which sites still serve. A value is n; no, false and ?0 mean it.
 _TERM = re.compile(r"""(?ix) (?<! [\w-] )
-    ( train-ai | ai-train | train-genai | genai | tdm | ai | bots | all ) [ \t]* [=:] [ \t]* ["'(]* ( \?0 | [\w-]+ )""")
+    ( train[_-]ai | ai[_-]train | train[_-]genai | genai | tdm | ai | bots | all )
+    [ \t]* [=:] [ \t]* ["'(]* ( \?0 | [\w-]+ )""")
 _NO = ("n", "no", "?0", "0", "false")
 
 
@@ -308,7 +322,7 @@ def forbids_training(terms):
     whose keys are lower case, without spaces around "=" and with commas between members: a syntax error does not
     withdraw an opt-out, and no label withdraws that of another one.
     """
-    values = {label.lower(): value.lower() for label, value in _TERM.findall(terms)}
+    values = {label.lower().replace("_", "-"): value.lower() for label, value in _TERM.findall(terms)}
     return any(value in _NO for value in values.values())
 
 

@@ -27,6 +27,8 @@ COLUMNS = {
     "x_robots_tag": ("header", "x-robots-tag"),
     "content_usage": ("header", "content-usage"),
     "content_signal": ("header", "content-signal"),
+    "content_signals": ("header", "content-signals"),
+    "usage_pref": ("header", "usage-pref"),
     "tdm_reservation": ("header", "tdm-reservation"),
     "link": ("header", "link"),
     "links": ("link", None),

@@ -18,6 +18,8 @@ read the files of January 2025.
 import os
 import re
 import zlib
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from corpus.readers import ending, files_of, open_bytes, rows_of
@@ -44,13 +46,16 @@ class Store(dict):
         without a file, a row is skipped. age: what dated() returns; of equal ages the last row is the newest.
         snapshots: "any" keeps all different files, "last" the newest; another value is a ValueError.
 
-        several: the keys with different files. ignored: {reason: [names]} of files and rows that were not read.
+        several: the keys with different files. unfetched: those of failed downloads. ignored: {reason: [names]} of
+        files and rows that were not read.
         """
         if snapshots not in SNAPSHOTS:
             raise ValueError(f"snapshots={snapshots!r}: want any (each file of a host counts) or last (the newest)")
-        self.ignored, files = dict(ignored), {}
+        self.ignored, self.unfetched, files = dict(ignored), set(), {}
         for number, (key, content, age) in enumerate(rows):
-            if key and content is not None:
+            if key and content is None:
+                self.unfetched.add(key)
+            elif key:
                 ages = files.setdefault(key, {})
                 packed = zlib.compress(content, 1)
                 ages[packed] = max((age, number), ages.get(packed, ("", 0)))
@@ -60,12 +65,25 @@ class Store(dict):
 
     def versions(self, key):
         """The files of a key, bytes, the newest first. An unknown host is looked up with and without www. as well."""
-        twin = key[4:] if key.startswith("www.") else "www." + key
-        return [zlib.decompress(packed) for packed in super().get(key) or super().get(twin) or ()]
+        return [zlib.decompress(packed) for packed in super().get(key) or super().get(twin_of(key)) or ()]
+
+    def was_not_fetched(self, key):
+        """Whether all downloads of the file of a key have failed."""
+        return not self.versions(key) and not self.unfetched.isdisjoint((key, twin_of(key)))
 
     def get(self, key):
         """The newest file of a key, bytes, or None."""
         return next(iter(self.versions(key)), None)
+
+
+def twin_of(key):
+    """A key with www., or without it."""
+    return key[4:] if key.startswith("www.") else "www." + key
+
+
+def was_not_fetched(store, key):
+    """Whether all downloads of a file have failed, by a Store; another store does not know."""
+    return bool(key) and isinstance(store, Store) and store.was_not_fetched(key)
 
 
 def versions_of(store, key):
@@ -186,14 +204,22 @@ def as_bytes(content, domain):
 
 
 def dated(date, domain):
-    """The digits of a date, in their order: 2026-01-31 -> 20260131. "" without a date. ValueError for another text."""
-    digits = re.sub(r"\D", "", str(date))
+    """
+    A date as text whose order is that of time: UTC, also where no time zone is given. "" without a date. ValueError for
+    a text that is neither ISO 8601 (2026-01-31T10:00:00+02:00, 20260131, 2026-1-31), nor a timestamp of web archives
+    (20260131100000), nor the date of HTTP (RFC 9110, sec. 5.6.7).
+    """
     # NaN is not equal to itself.
     if date in (None, "") or date != date:
         return ""
-    if len(digits) < 8:
-        raise ValueError(f"the file of {domain} has the date {date!r}: want a date such as 2026-01-31")
-    return digits
+    text = as_text(int(date) if isinstance(date, float) else date).strip()
+    text = re.sub(r"^(\d{4})-(\d\d?)-(\d\d?)(?!\d)", lambda m: f"{m[1]}-{m[2]:>02}-{m[3]:>02}", text)
+    text = re.sub(r"^(\d{8})(\d{6})$", r"\1T\2", text.removesuffix(" UTC"))
+    try:
+        time = parsedate_to_datetime(text) if text[:3].isalpha() else datetime.fromisoformat(text)
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC).isoformat(timespec="microseconds")
+    except (ValueError, OverflowError):
+        raise ValueError(f"the file of {domain} has the date {date!r}: want a date such as 2026-01-31") from None
 
 
 def place_of(name):

@@ -232,6 +232,16 @@ Mine | /a/b | Content-Signal: ai-train=no;;User-agent: Mine;Disallow: | usage-fi
 all | /a/b | Content-Usage: /a TRAIN-AI = N | usage-file:*:/a
 all | /a/b | Usage-Pref: search=y, tdm=n | usage-file:*:/
 all | /a/b | User-agent: Some, GPTBot, Other;Disallow: /a | robots:GPTBot:/a
+all | /a | User-agent: "GPTBot";Disallow: /a | robots:GPTBot:/a
+all | /a | User-agent: Some\\x3b ClaudeBot;Disallow: /a | robots:ClaudeBot:/a
+all | /a | User-agent: Some\\x7cClaudeBot;Disallow: /a | robots:ClaudeBot:/a
+all | /a | User_agent: GPTBot;Disallow: /;;User-agent: Some;Allow: / | robots:GPTBot:/
+all | /a | \u00ef\u00bb\u00bfUser-agent: *;Disallow: /;;User-agent: Some;Disallow: | robots:*:/
+all | /a | User-agent: Some;Allow: /;\u00ef\u00bb\u00bfUser-agent: GPTBot;Disallow: / | robots:GPTBot:/
+all | /a | ?x User-agent: GPTBot;Disallow: /;;User-agent: Some;Allow: / | robots:*:/
+GPTBot | /a | Disallow: /;;User-agent: GPTBot;Allow: /b | allowed
+all | /a | User-agent: *;Content-Signals: search=yes, ai_train=no | usage-file:*:/
+all | /a | Content-Usage: train_ai=n | usage-file:*:/
 all | /a/b | License: https://a.org/license.xml | allowed
 all | /a/b | License: MIT | unparsable
 all | /a/b | User-agent: *;# Content-Usage: train-ai=n | allowed
@@ -247,11 +257,16 @@ all | /x | # x;; sitemap: /s;other | allowed
 """
 
 
+def unescaped(robots):
+    """A robots.txt of REASONS: ; is a line break, \\x3b a semicolon, \\x7c a bar."""
+    return robots.replace(";", "\n").replace("\\x3b", ";").replace("\\x7c", "|")
+
+
 @pytest.mark.parametrize("who, path, robots, reason", table(REASONS))
 def test_the_reason_names_the_agent_and_its_rule(who, path, robots, reason):
     named = AGENTS[:-1]
     agents = dict(all=AGENTS, named=named, explicit=named, reversed=AGENTS[::-1]).get(who, [who])
-    found = may_train_on(f"https://a.org{path}", robots.replace(";", "\n"), agents, who == "explicit")
+    found = may_train_on(f"https://a.org{path}", unescaped(robots), agents, who == "explicit")
     assert found == (reason in ("allowed", "unparsable"), reason)
 
 
@@ -374,9 +389,10 @@ HEADERS = {
 }
 # Values that the syntax does not have, but whose meaning is plain; and the labels of earlier drafts.
 BY_A_HAIR = {
-    "x-robots-tag": "noai noimageai / GPTBot: noindex noai / NoAI / no-ai / noindex;noai",
+    "x-robots-tag": "noai noimageai / GPTBot: noindex noai / NoAI / no-ai / noindex;noai / NO AI / index, no ai",
     "content-usage": """train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 / train-ai=n x / train-ai=(n) /
-        Train-AI=n / train-ai = n / train-ai:n / search=y;train-ai=n / search=y train-ai=n / ai-train=no / genai=n /
+        Train-AI=n / train-ai = n / train-ai:n / search=y;train-ai=n / search=y train-ai=n / ai-train=no / train_ai=n /
+        ai_train=no / genai=n /
         train-genai=n / tdm=n / ai=n / bots=n / all=n / search=y, all=n""",
     "tdm-reservation": "true / True / 1.0 / 1, 1",
 }
@@ -428,6 +444,10 @@ DOCUMENTS = """
 {"X-Robots-Tag": "noai"} | noai
 {"Content-Usage": "train-ai=n"} | usage-header
 {"Meta-Robots": "noai"} | noai
+{"headers": {"Content-Signals": "ai-train=no"}} | usage-header
+{"usage_pref": "train-ai=n"} | usage-header
+{"Usage-Pref": "tdm=n"} | usage-header
+{"Content-Signals": "ai-train=no"} | usage-header
 {"metas": [{"name": "robots", "content": "noai"}]} | noai
 {"metas": [{"charset": "utf-8"}, {"property": "og:x", "content": "x"}, {"name": "GPTBot", "content": "noai"}]} | noai
 {"metas": [{"name": null, "http-equiv": "X-Robots-Tag", "content": "noai"}]} | noai
@@ -553,9 +573,33 @@ def test_a_snapshot_of_each_file_counts(tmp_path):
     assert reservation(dict(url="a.org/x"), open_reservations(tmp_path / "s.jsonl", "last")) is None
 
 
-def test_the_date_of_a_snapshot_is_a_date(tmp_path):
-    rows = [dict(domain="a.org", content="", date="Jan 31")]
-    with pytest.raises(ValueError, match="a.org has the date 'Jan 31': want a date such as 2026-01-31"):
+# Two dates of snapshots, the earlier one first.
+EARLIER = """
+2026-09-16 10:00:00+02:00 | 2026-09-16T08:30:00Z
+2026-09-16T01:00:00 | 2026-09-16 23:00:00
+2026-09-16T12:00:00.5Z | 2026-09-16T12:00:01Z
+20260101 | 2026-12-01
+2026-9-30 | 2026-10-2
+2026-09-16 | 20260916083000
+Wed, 01 Jan 2025 00:00:00 GMT | Wed, 16 Sep 2026 00:00:00 GMT
+2026-09-16T23:30:00-02:00 | 2026-09-17T02:00:00
+"""
+
+
+@pytest.mark.parametrize("early, late", table(EARLIER))
+def test_the_last_snapshot_is_the_latest_in_time(tmp_path, early, late):
+    for early_ban in (True, False):
+        rows = [(early, early_ban), (late, not early_ban)]
+        rows = [dict(domain="a.org", date=date, content="User-agent: *\nDisallow: /" * ban) for date, ban in rows]
+        for order in (rows, rows[::-1]):
+            store = open_robots(write_lines(tmp_path / "s.jsonl", order), "last")
+            assert verdict("a.org/x", store)[0] == early_ban
+
+
+@pytest.mark.parametrize("date", ["Jan 31", "16.09.2026", "2026-13-01", "Someday, 2026", 20261301])
+def test_the_date_of_a_snapshot_is_a_date(tmp_path, date):
+    rows = [dict(domain="a.org", content="", date=date)]
+    with pytest.raises(ValueError, match=f"a.org has the date {date!r}: want a date such as 2026-01-31"):
         open_robots(write_lines(tmp_path / "s.jsonl", rows))
 
 
@@ -615,10 +659,14 @@ def test_agents_may_share_a_line_and_those_of_2026_are_more_than_those_of_apertu
     assert {agent.lower() for agent in agents_of("2026")} <= known
 
 
-def test_rules_behind_the_first_500_kib_are_reported():
+def test_a_file_with_rules_behind_its_first_500_kib_is_not_fully_read():
     long = "User-agent: *\n" + "# \n" * 200_000
     for end, marks in (("Disallow: /", {"cut"}), ("# Disallow: /", set())):
-        assert judge_document(dict(url="a.org/x"), dict(store={"a.org": long + end})) == (None, marks)
+        store = dict(store={"a.org": long + end})
+        assert judge_document(dict(url="a.org/x"), store) == (None, marks)
+        assert refusal(dict(url="a.org/x"), store | dict(missing="deny")) == max(marks, default=None)
+        of_ai_txt = judge_document(dict(url="a.org/x"), None, {"ai.txt": store["store"]})
+        assert of_ai_txt == (None, {"ai-unread"} if marks else set())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -805,6 +853,24 @@ def test_a_tdmrep_json_that_cannot_be_read_is_unknown():
         assert refusal(dict(url="a.org/x"), dict(store={"a.org": ""}, missing="deny"), store) == "tdm-unread"
         # A page that says 0 itself is exempt.
         assert judge_document(dict(url="a.org/x", tdm_reservation=0), None, store) == (None, {"known"})
+
+
+def test_a_tdmrep_json_or_ai_txt_that_was_not_fetched_is_unknown_and_one_that_the_store_lacks_is_not(tmp_path):
+    """As of robots.txt, a file of an earlier day counts when the fetch of a later one has failed."""
+    rows = [dict(domain=f"{mark}.org", file=file, content=None) for mark, file in zip(("tdm", "ai"), FILES)]
+    rows += [dict(domain="b.org", file=file, content=content) for file in FILES[:2] for content in ("", None)]
+    store = open_reservations(write_lines(tmp_path / "s.jsonl", rows))
+    deny = dict(store=dict.fromkeys(("tdm.org", "www.ai.org", "b.org", "c.org"), ""), missing="deny")
+    for host, marks in (
+        ("tdm.org", {"tdm-unknown"}),
+        ("www.ai.org", {"ai-unknown"}),
+        ("b.org", set()),
+        ("c.org", set()),
+    ):
+        doc = dict(url=f"https://{host}/x")
+        assert judge_document(doc, None, store) == (None, marks)
+        assert refusal(doc, deny, store) == (max(marks) if marks else None)
+    assert judge_document(dict(url="https://tdm.org/x", tdm_reservation=0), None, store) == (None, {"known"})
 
 
 def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):

@@ -72,6 +72,17 @@ def test_an_email_address_is_searched_in_the_texts_although_its_host_is_known(tm
     assert absent.startswith("'bob@uni.example' is no id") and "has replaced e-mail addresses" in absent
 
 
+def test_a_slash_or_a_scheme_alone_names_nothing(tmp_path):
+    """Not the documents without a URL either."""
+    rows = [dict(text=text(0)), dict(text=text(1), url="https://"), dict(text=text(2), url="https://uni.example/")]
+    fill(tmp_path / "data", write_lines(tmp_path / "in.jsonl", rows))
+    before = written(tmp_path / "data")
+    for line in ("/", "//", "http://", "https://", "///"):
+        refused(removal(tmp_path / "data", line), f"matches '{line}'. Nothing was removed")
+        refused(script("corpus.audit", tmp_path / "data", f"--find={line}"), f"find='{line}' names nothing")
+    assert written(tmp_path / "data") == before
+
+
 MEANINGS = {
     "uni.example": set(URLS[:5]),
     "https://uni.example": set(URLS[:5]),  # no page has this URL
