@@ -354,7 +354,7 @@ def print_verdict(url, site, store):
         why = f"{robots} has no robots.txt of {site}" if robots else "no robots.txt was named (--robots)"
         print(f"unknown: {why}; prepare.py --missing={missing} {'keeps' if kept else 'removes'} it")
         return
-    if site in store.several:
+    if store.key_of(site) in store.several:
         rule = "the newest counts" if snapshots == "last" else "any of them may refuse (--snapshots=last: the newest)"
         print(f"{robots} has different files of {site}: {rule}")
     for number, content in enumerate(files, 1):
