@@ -21,7 +21,11 @@ from corpus.report import verify, write_report
 from corpus.reservations import MARKS
 from corpus.sift import PLANTED
 from corpus.stores import FILES, SETTINGS, check_stores
+from corpus.urls import site_key
 from engine.files import sha256, write_json
+
+# The first web page is of 1990.
+FIRST_DAY = "1990-01-01"
 
 
 def account(number, work):
@@ -121,7 +125,6 @@ def provenance_of(work, tokenizer):
     plan = work.plan
     commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
     hashed = "sha256 of its id" if plan.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
-    days = [day for number in groups_read(work) for day in work.result("sift", number)["days"]]
     ignored = ignored_of_stores(work.rules)
     return dict(
         run=dict(
@@ -134,8 +137,7 @@ def provenance_of(work, tokenizer):
         ignored=plan.ignored,
         stores=[dict(store, ignored=ignored.get(store["setting"], {})) for store in plan.stores],
         robots=opt_outs_of(work),
-        # By the column "date" of all documents that were read.
-        period=[min(days), max(days)] if days else [],
+        **period_of(work),
         rule=f"A document is for validation where 64 bits of the {hashed} over 2^64 are below {plan.val_share}; if "
         "none is, the one with the least. The only document of a source is cut: its last part is for validation.",
         pii=dict(scrubbed=plan.pii),
@@ -143,6 +145,31 @@ def provenance_of(work, tokenizer):
             file=plan.probes, passages=len(work.passages), repetitions=plan.repetitions,
             documents=sum(passage["repetitions"] for passage in work.passages)) if work.passages else None,
     )
+
+
+def period_of(work):
+    """
+    period: the first and the last day of the column "date" of kept documents; without_date: how many of dated_of have
+    none, or one before the web or after today, which is no day of a fetch.
+    """
+    days = []
+    for rows in sifted_rows(work, "day"):
+        days += rows.filter(pc.equal(rows["reason"], ""))["day"].to_pylist()
+    today = time.strftime("%Y-%m-%d", time.gmtime(work.plan.began))
+    dated = [day for day in days if FIRST_DAY <= day <= today]
+    return dict(
+        period=[min(dated), max(dated)] if dated else [],
+        without_date=len(days) - len(dated),
+        dated_of=len(days))
+
+
+def sifted_rows(work, *columns):
+    """Yield these columns of the rows of each group that was read, with their final reasons, as tables."""
+    reasons, begin = read_table(work.folder / "reasons.parquet")["reason"], 0
+    for number in groups_read(work):
+        rows = read_table(work.sifted(number), columns=[*columns])
+        yield rows.append_column("reason", reasons[begin:begin + len(rows)])
+        begin += len(rows)
 
 
 def described_inputs(work):
@@ -168,16 +195,24 @@ def opt_outs_of(work):
     hosts = write_hosts(work.data, robots["store"], work.rules.reservations)
     if not hosts["hosts"]["seen"] and not any(getattr(plan, name) for name in SETTINGS):
         return None
-    marked = {mark: [0, set()] for mark in ("known", *MARKS)}
-    for number in groups_read(work):
-        for mark, (n, sites) in work.result("sift", number)["marks"].items():
-            marked[mark][0] += n
-            marked[mark][1].update(sites)
+    marks = counted_marks(work)
     return dict(
         store=plan.robots or None,
         agents=robots["agents"],
         missing=plan.missing,
         snapshots=plan.snapshots,
-        statements=marked.pop("known")[0],
-        marks={mark: dict(documents=n, hosts=sorted(sites)) for mark, (n, sites) in marked.items()},
+        statements=marks.pop("known")["documents"],
+        marks=marks,
         **hosts)
+
+
+def counted_marks(work):
+    """{mark: its documents, how many of them are kept, their hosts} for MARKS and "known", headers or <meta>."""
+    marks = {mark: dict(documents=0, kept=0, hosts=set()) for mark in ("known", *MARKS)}
+    for rows in sifted_rows(work, "url", "marks"):
+        for row in rows.filter(pc.not_equal(rows["marks"], "")).to_pylist():
+            for mark in row["marks"].split():
+                marks[mark]["documents"] += 1
+                marks[mark]["kept"] += not row["reason"]
+                marks[mark]["hosts"].add(site_key(row["url"]))
+    return {mark: dict(counts, hosts=sorted(counts["hosts"] - {None})) for mark, counts in marks.items()}

@@ -22,7 +22,7 @@ LOCK = ".prepare.lock"
 # The last three were written by older versions of prepare.py, whose folders may be replaced too.
 WRITTEN = {
     "meta.json", "documents.parquet", "report.json", "report.md", "tokenizer.json", "probes.json",
-    "domains.csv", "hosts_refused.csv", "hosts_unknown.csv", "hosts_several.csv",
+    "domains.csv", "hosts_refused.csv", "hosts_unknown.csv", "hosts_unparsable.csv", "hosts_several.csv",
     "kept.parquet", "removed.jsonl.gz", "flow.png",
 }
 

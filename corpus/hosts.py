@@ -5,6 +5,7 @@ The hosts and domains of a data folder, as tables of host or domain, documents a
                            training content asks for it (art. 53(1)(d), the Commission's template)
     hosts_refused.csv      hosts that lost documents to opt-outs, and what they lost
     hosts_unknown.csv      hosts without a robots.txt in the store, or whose file was not fetched
+    hosts_unparsable.csv   hosts that served something else as robots.txt
     hosts_several.csv      hosts with different files in a store
 
 All are sums over the ledger. A removal writes domains.csv anew; the others say what came in, and stay.
@@ -22,7 +23,8 @@ from corpus.robots import FILE_STATES, file_state
 from corpus.urls import host_key, site_key
 from engine.files import write_flushed
 
-OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
+# A list of --blocked is the user's choice, not a statement of a host.
+OPT_OUTS = ("robots", *RESERVED)
 # The share of all domains that the Commission's template for the public summary of training content lists (AI Act,
 # art. 53(1)(d)); hosts or domains in a table of report.md.
 TOP_SHARE, SHOWN = 0.1, 20
@@ -30,6 +32,7 @@ TOP_SHARE, SHOWN = 0.1, 20
 HOST_FILES = {
     "hosts_refused.csv": "lost documents to opt-outs",
     "hosts_unknown.csv": "have no robots.txt in the store, or it was not fetched",
+    "hosts_unparsable.csv": "serve something else as robots.txt",
     "hosts_several.csv": "have different files in a store",
 }
 
@@ -37,54 +40,70 @@ HOST_FILES = {
 def write_hosts(folder, store, reservations):
     """
     Write HOST_FILES next to a ledger: documents and bytes of each host, those that it lost or those that came in.
-    Returns how many hosts have a file in the stores, and the SHOWN hosts that lost the most bytes to opt-outs.
+    Returns how many hosts have a file in the stores, how many documents are kept of those without one, and the SHOWN
+    hosts that lost the most bytes to opt-outs.
 
     store: open_robots(path) or None. reservations: open_reservations(path) or None.
     """
-    seen, lost = sizes_of_hosts(folder)
-    states = {host: file_state(host, store) for host in seen}
-    unknown = {host: seen[host] for host, state in states.items() if store and state == "unknown"}
+    seen, lost, kept = sizes_of_hosts(folder)
+    by_state = hosts_by_state(seen, store)
     stores = reservations or {}
-    names = set().union(*(files.several for files in [store, *stores.values()] if files))
-    several = {host: seen.get(host, [0, 0]) for host in names}
-    tables = dict(zip(HOST_FILES, (lost, unknown, several)))
+    several = {host: seen[host] for host in with_several_files(seen, [store, *stores.values()])}
+    unknown, unparsable = (by_state[state] if store else {} for state in ("unknown", "unparsable"))
+    tables = dict(zip(HOST_FILES, (lost, unknown, unparsable, several)))
     for file, sizes in tables.items():
         write_sizes(f"{folder}/{file}", "host", sizes)
-    count = Counter(states.values())
     return dict(
         top_blocked_hosts=dict(largest(lost)[:SHOWN]),
-        hosts=dict(seen=len(seen), **{state: count[state] for state in FILE_STATES}, several=len(several),
+        kept={state: sum(kept[host] for host in hosts) for state, hosts in by_state.items()},
+        hosts=dict(seen=len(seen), **{state: len(hosts) for state, hosts in by_state.items()}, several=len(several),
                    blocked=len(lost)),
         reservations={file: sum(files.get(host) is not None for host in seen) for file, files in stores.items()},
         host_files={file: len(sizes) for file, sizes in tables.items() if sizes},
     )
 
 
+def hosts_by_state(sizes, store):
+    """{one of FILE_STATES: {host: size}} of {host: size}."""
+    by_state = {state: {} for state in FILE_STATES}
+    for host, size in sizes.items():
+        by_state[file_state(host, store)][host] = size
+    return by_state
+
+
+def with_several_files(hosts, stores):
+    """Those of the hosts with different files in one of the stores, of which some may be None."""
+    stores = [store for store in stores if store]
+    return [host for host in hosts if any(store.key_of(host) in store.several for store in stores)]
+
+
 def sizes_of_hosts(folder):
-    """({host: [documents, bytes]} that came in, the same of those that opt-outs have removed)."""
-    seen, lost = {}, {}
+    """({host: [documents, bytes]} that came in, the same of those lost to opt-outs, {host: kept documents})."""
+    seen, lost, kept = {}, {}, Counter()
     for row in ledger_rows(folder, ["url", "reason", "bytes", "tokens"]):
         host = site_key(row["url"])
         if host and came_in(row):
             add_size(seen, host, row)
             if row["reason"].partition(":")[0] in OPT_OUTS:
                 add_size(lost, host, row)
-    return seen, lost
+            kept[host] += not row["reason"]
+    return seen, lost, kept
 
 
 def write_domains(folder):
     """
     Write domains.csv next to a ledger: the TOP_SHARE of the registered domains with the most kept text. Returns how
-    many there are and how many it lists, the bytes of both, the first SHOWN, and how many kept documents have no URL,
-    so that no opt-out of a host was consulted for them.
+    many there are and how many it lists, the bytes of both, the first SHOWN, and how many kept documents have no URL or
+    one that cannot be read, so that no opt-out of a host was consulted for them.
     """
-    sizes, without_url = {}, 0
+    sizes, without_url, unreadable_url = {}, 0, 0
     for row in ledger_rows(folder, ["url", "reason", "bytes"]):
         # Planted passages did not come in and have no bytes.
         if row["reason"] or not row["bytes"]:
             continue
         host = host_key(row["url"])
-        without_url += not host
+        without_url += not row["url"]
+        unreadable_url += bool(row["url"]) and not host
         if host:
             add_size(sizes, registered_domain(host), row)
     top = dict(largest(sizes)[:math.ceil(TOP_SHARE * len(sizes))])
@@ -95,7 +114,8 @@ def write_domains(folder):
         listed=len(top),
         listed_bytes=sum(size for _, size in top.values()),
         top=dict(largest(top)[:SHOWN]),
-        without_url=without_url)
+        without_url=without_url,
+        unreadable_url=unreadable_url)
 
 
 @lru_cache(1 << 16)

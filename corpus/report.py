@@ -56,7 +56,7 @@ def sums(folder):
     """
     A list of dicts, one for each source, language, license, split and reason, with the sums of NUMBERS and
 
-        rule, detail        the reason's first two parts: robots, GPTBot; "" for kept documents
+        rule, detail        the reason's first two parts: robots, GPTBot (withdrawn, robots:GPTBot); "" for kept ones
         documents           how many came in
         rows                how many rows there are: copies of planted passages and last parts of documents included
         id                  the first one in the alphabet
@@ -70,7 +70,8 @@ def sums(folder):
 
     parts = []
     for rows in ledger(folder):
-        parts_of_reason = pc.extract_regex(rows["reason"], "(?s)^(?P<rule>[^:]*):?(?P<detail>[^:]*)")
+        # The detail of withdrawn:robots:GPTBot:/x is robots:GPTBot.
+        parts_of_reason = pc.extract_regex(rows["reason"], "(?s)^(?P<rule>[^:]*):?(?P<detail>(?:robots:)?[^:]*)")
         rule, detail = parts_of_reason.combine_chunks().flatten()
         # As ledger.came_in() has it.
         documents = pc.or_(pc.greater(rows["bytes"], 0), pc.equal(rows["tokens"], 0)).cast("int64")
@@ -163,14 +164,24 @@ def write_report(folder, vocabulary, shards, provenance):
     report["domains"] = write_domains(folder)
     # Without a URL and a store there is nothing to check. Reports of older versions do not name the stores.
     consulted = provenance["robots"] or provenance.get("stores")
-    report["without_url"] = report["domains"]["without_url"] if consulted else 0
+    for name in ("without_url", "unreadable_url"):
+        report[name] = report["domains"][name] if consulted else 0
     if provenance["robots"]:
-        removed = {agent: size_of(group) for (rule, agent), group in by_detail.items() if rule == "robots"}
-        report["robots"] = dict(provenance["robots"], removed_by_agent=removed)
+        report["robots"] = dict(provenance["robots"], removed_by_agent=removed_by_agent(rows))
     write_json(f"{folder}/meta.json", meta)
     write_json(f"{folder}/report.json", report)
     write_flushed(f"{folder}/report.md", markdown(report))
     return report
+
+
+def removed_by_agent(rows):
+    """{agent: [documents, bytes]} that robots.txt has removed, then or by --remove, from rows of sums()."""
+    groups = {}
+    for row in rows:
+        agent = row["detail"].removeprefix("robots:")
+        if row["rule"] == "robots" or row["rule"] == "withdrawn" and row["detail"].startswith("robots:"):
+            groups.setdefault(agent, []).append(row)
+    return {agent: size_of(group) for agent, group in groups.items()}
 
 
 def meta_of(rows, vocabulary, shards):
@@ -210,6 +221,14 @@ def note_on_cut(cut):
             f"no other: the last part ({size}) is for validation"]
 
 
+def notes_on_urls(report):
+    """Sentences about documents that were not checked for opt-outs of hosts."""
+    # Reports of older versions count a URL that cannot be read as none.
+    numbers = {"no URL": report["without_url"], "a URL that cannot be read": report.get("unreadable_url", 0)}
+    return [f"{counted(n, 'document')} {'has' if n == 1 else 'have'} {lack}: not checked for opt-outs of hosts"
+            for lack, n in numbers.items() if n]
+
+
 def notes(report):
     """Sentences about documents that were not read, not as UTF-8, not checked, or cut; and about removed licences."""
     unreadable = report["unreadable"].items()
@@ -219,9 +238,7 @@ def notes(report):
     if decoded:
         name, encoding = decoded[0]["name"], decoded[0]["encoding"]
         sentences.append(f"{counted(len(decoded), 'file')} read as {encoding}: not UTF-8, such as {name}")
-    if n := report["without_url"]:
-        sentences.append(f"{counted(n, 'document')} {'has' if n == 1 else 'have'} no URL: not checked for opt-outs of "
-                         "hosts")
+    sentences += notes_on_urls(report)
     sentences += note_on_cut(report.get("cut"))
     # Reports of older versions do not count the statements of documents.
     if report["robots"] and "statements" in report["robots"]:
@@ -236,13 +253,11 @@ def notes(report):
 def opt_outs_consulted(report):
     """Sentences: which opt-outs were consulted for how many hosts and documents, and which were not."""
     robots, settings = report["robots"], [store["setting"] for store in report["stores"]]
-    counts, missing = robots["hosts"], robots["missing"]
-    hosts, unknown, several = counted(counts["seen"], "host"), counts["unknown"], counts["several"]
+    counts = robots["hosts"]
+    hosts, several = counted(counts["seen"], "host"), counts["several"]
     parts = ["robots.txt not consulted (--robots)", f"{in_words(FILES)} not consulted (--reservations)"]
     if "robots" in settings:
-        parts[0] = f"robots.txt of {counts['seen'] - unknown:,} of {hosts}"
-        parts[0] += (f" ({unknown:,} unknown: not in the store or not fetched; --missing={missing} "
-                     f"{'keeps' if missing == 'allow' else 'removes'} their pages)") * (unknown > 0)
+        parts[0] = f"robots.txt of {counts['with_file']:,} of {hosts}{without_file(robots)}"
     if "reservations" in settings:
         parts[1] = in_words([f"{file} of {n:,}" for file, n in robots["reservations"].items()]) + f" of {hosts}"
     if "blocked" in settings:
@@ -253,10 +268,21 @@ def opt_outs_consulted(report):
     counts = "any of them may refuse" if robots.get("snapshots") == "any" else "the last one of each counts"
     differ = f"{counted(several, 'host')} with different files in a store: {counts}"
     marks = [f"{counted(mark['documents'], 'document')} of {counted(len(mark['hosts']), 'host')}: {MARKS[name]}"
+             + (f"; kept: {mark['kept']:,}" if "kept" in mark else "")
              for name, mark in robots.get("marks", {}).items() if mark["documents"]]
     ignored = [f"--{store['setting']}: not read: {'; '.join(counts_of(store['ignored']))}"
                for store in report["stores"] if store.get("ignored")]
     return [f"opt-outs: {'; '.join(parts)}"] + [differ] * (several > 0) + marks + ignored
+
+
+def without_file(robots):
+    """How many hosts have no robots.txt in the store, or something else, in brackets; "" if all have one."""
+    counts, kept = robots["hosts"], robots.get("kept", {})
+    states = dict(unknown="unknown: not in the store or not fetched", unparsable="with something else in its place")
+    parts = [f"{counts[state]:,} {text}" + (f", {counted(kept[state], 'document')} kept" if state in kept else "")
+             for state, text in states.items() if counts[state]]
+    verb = "keeps" if robots["missing"] == "allow" else "removes"
+    return f" ({'; '.join(parts)}; --missing={robots['missing']} {verb} their pages)" if parts else ""
 
 
 def in_words(names):

@@ -15,15 +15,17 @@ general-purpose models, copyright chapter, measure 1.3, asks for them. Directive
 machine-readable reservations; which of these qualify is not settled, so all are honoured.)
 
     signal                 state                where it stands         what we read                  what we do not
-    Disallow               RFC 9309 (2022)      robots.txt              groups of our agents and *;   -
-                                                                        the first 500 KiB
+    Disallow               RFC 9309 (2022)      robots.txt              groups of our agents and *;   behind 500 KiB
+                                                                        bans before any User-agent    (counted)
     Content-Usage,         drafts: IETF attach  robots.txt; HTTP        n for train-ai, ai-train,     search, ai-use,
     Content-Signal,        -05, vocab -08;      header                  and for tdm, ai, genai,       ai-input
     Usage-Pref             Cloudflare 2025                              train-genai, bots, all
     X-Robots-Tag,          DeviantArt 2022,     HTTP header, <meta>     noai, noimageai, noml, for    noindex, none
     <meta name=robots>     Mojeek                                       all or one of our agents
-    TDMRep                 W3C community group  tdmrep.json, header,    tdm-reservation               ODRL policies;
-                           (2024)               <meta>                                                EPUB, PDF
+    TDMRep                 W3C community group  tdmrep.json, header,    tdm-reservation; <meta>       ODRL policies;
+                           (2024)               <meta>                  overrides header, header      EPUB, PDF
+                                                                        the file; of 1 and 0 in one
+                                                                        of these 1 counts
     ai.txt                 Spawning (2023)      /ai.txt                 groups, as in robots.txt      -
     RSL                    1.0 (Dec. 2025)      License: of robots.txt, prohibits usage of ai-train,  permits, payment
                                                 Link, <link>; .xml      train-ai, ai-all, all         (counted); feeds
@@ -354,7 +356,7 @@ def print_verdict(url, site, store):
         why = f"{robots} has no robots.txt of {site}" if robots else "no robots.txt was named (--robots)"
         print(f"unknown: {why}; prepare.py --missing={missing} {'keeps' if kept else 'removes'} it")
         return
-    if site in store.several:
+    if store.key_of(site) in store.several:
         rule = "the newest counts" if snapshots == "last" else "any of them may refuse (--snapshots=last: the newest)"
         print(f"{robots} has different files of {site}: {rule}")
     for number, content in enumerate(files, 1):

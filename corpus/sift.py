@@ -25,7 +25,6 @@ from corpus.robots import agents_of
 from corpus.rules import TOXICITY, as_number, broken, by_language, listed, top_thresholds
 from corpus.statements import COLUMNS
 from corpus.stores import blocked_domains, open_reservations, open_robots
-from corpus.urls import site_key
 
 # Characters of documents whose words are hashed together: one page at a time takes four times as long.
 BATCH = 300_000
@@ -139,24 +138,15 @@ def has_allowed_length(text, rules):
 def sift(number, parts, rules, top, path):
     """
     Write the group of this number to path, a .parquet, and its texts beside it. parts: as in documents_of(). Returns
-    marks, {mark: [documents, hosts]} for MARKS and for "known", the documents with headers or <meta>; and days, the
-    first and the last of their column "date".
+    an empty result, which says that the group is done.
     """
-    tables, days, hosts = [], set(), {}
+    tables = []
     with open(path.with_suffix(".text"), "wb") as texts:
         for docs in batches(documents_of(parts, rules.plan)):
             walk(docs, rules, top)
             tables.append(table_of([dict(row_of(doc, texts, rules.plan), group=number) for doc in docs], rules.bands))
-            for doc in docs:
-                days.add(DAY.match(str(doc.columns.get("date")))[0])
-                for mark in doc.marks:
-                    hosts.setdefault(mark, []).append(site_key(doc.columns.get("url")) or "")
     write_table(pyarrow.concat_tables(tables), path)
-    days -= {""}
-    return dict(
-        marks={mark: [len(names), sorted({*names} - {""})] for mark, names in hosts.items()},
-        days=[min(days), max(days)] if days else [],
-    )
+    return {}
 
 
 def documents_of(parts, plan):
@@ -211,6 +201,8 @@ def row_of(doc, texts, plan):
         # Of the text before personal data is replaced: two texts that differ only in an address are no duplicates.
         text=dedup.fingerprint(original),
         id_hash=id_hash(columns["order_id"]),
+        marks=" ".join(sorted(doc.marks)),
+        day=DAY.match(str(columns.get("date")))[0],
         **doc.bands,
     )
 
@@ -223,5 +215,6 @@ def source_of(columns, plan):
 
 def table_of(rows, bands):
     """Rows as a table: the columns of the ledger, null where a later stage fills in, and those that judge() needs."""
-    columns = [("group", pyarrow.int32()), *((name, pyarrow.uint64()) for name in ("id_hash", *bands))]
+    columns = [("group", pyarrow.int32()), ("marks", pyarrow.string()), ("day", pyarrow.string())]
+    columns += [(name, pyarrow.uint64()) for name in ("id_hash", *bands)]
     return pyarrow.Table.from_pylist(rows, pyarrow.schema([*ledger.schema(), *columns]))

@@ -90,7 +90,8 @@ def statements(doc):
 
 def cells_of(doc):
     """[(column, value)] of the columns of a document that are not empty, in the order of COLUMNS."""
-    cells = [(column_of(name), value) for name, value in doc.items()]
+    # With --url_field=link this column is no header.
+    cells = [(column_of(name), value) for name, value in doc.items() if name != "link" or value != doc.get("url")]
     cells = [(column, value) for column, value in cells if column in COLUMNS and not is_empty(value)]
     return sorted(cells, key=lambda cell: list(COLUMNS).index(cell[0]))
 

@@ -65,7 +65,17 @@ class Store(dict):
 
     def versions(self, key):
         """The files of a key, bytes, the newest first. An unknown host is looked up with and without www. as well."""
-        return [zlib.decompress(packed) for packed in super().get(key) or super().get(twin_of(key)) or ()]
+        return [zlib.decompress(packed) for packed in super().get(self.key_of(key)) or ()]
+
+    def key_of(self, key):
+        """The key itself or, if it has no file, the same with or without www."""
+        return key if key in self else twin_of(key)
+
+    def join(self, key, keys):
+        """Give a key the files of other keys, which are no snapshots of one file."""
+        self[key] = [packed for other in keys for packed in super(Store, self).get(other) or ()]
+        if not self.several.isdisjoint(keys):
+            self.several.add(key)
 
     def was_not_fetched(self, key):
         """Whether all downloads of the file of a key have failed."""
@@ -118,19 +128,24 @@ def open_reservations(path, snapshots="any"):
     license.xml are the site, and also the site and path of the licence, which may be on another host: its file is then
     the URL. ValueError if it is empty or something else.
     """
-    ignored, rows = {}, {file: [] for file in FILES}
+    ignored, rows, keys_of = {}, {file: [] for file in FILES}, {}
     for site, name, content, age in hosts_files(path, set(FILES), [("content",), ("file",)], [], ignored):
         file = kind_of_reservation(name)
         if not file:
             raise ValueError(f"{path}: want domain, content and file, {', '.join(FILES[:-1])} or {FILES[-1]} (or the "
                              f"URL of a licence); found the file {name!r}")
-        rows[file].append((site, content, age))
-        if file == FILES[-1]:
-            rows[file].append((licence_key(name if "//" in name else f"//{site}/{name.lstrip('/')}"), content, age))
+        key = site
+        if site and file == FILES[-1]:
+            key = licence_key(name if "//" in name else f"//{site}/{name.lstrip('/')}") or f"{site} {name}"
+            keys_of.setdefault(site, set()).add(key)
+        rows[file].append((key, content, age))
     if not any(rows.values()):
         raise ValueError(f"{path}: want domain, content and file, {', '.join(FILES[:-1])} or {FILES[-1]}; found no "
                          f"opt-outs{not_read(ignored)}")
-    return {file: Store(rows[file], snapshots, ignored) for file in FILES}
+    stores = {file: Store(rows[file], snapshots, ignored) for file in FILES}
+    for site, keys in keys_of.items():
+        stores[FILES[-1]].join(site, sorted(keys))
+    return stores
 
 
 def kind_of_reservation(name):
@@ -259,9 +274,13 @@ def blocked_domains(path):
 
 
 def read_agents(path):
-    """The agents of a list: one or several a line, with commas between them. ValueError if it names none."""
+    """
+    The agents of a list: one or several a line, with commas between them, or lines of a robots.txt, User-agent: NAME.
+    ValueError if it names none.
+    """
     lines = rows_of(str(path), ("agent",), comments=True)
-    agents = [agent.strip() for line, in lines for agent in str(line).split(",") if agent.strip()]
+    lines = [re.sub(r"(?i)^user[ _-]?agent\s*:", "", str(line)) for line, in lines]
+    agents = [agent.strip() for line in lines for agent in line.split(",") if agent.strip()]
     if not agents:
         raise ValueError(f"--agents={path} names no agent: want one a line, or 2026")
     return agents

@@ -257,8 +257,8 @@ def test_headers_and_meta_of_a_parquet_are_read_or_counted_as_unread(tmp_path):
     assert len(reasons) == len(SHAPES) and [*reasons.values()].count("noai") == len(SHAPES) - 1
     counts = report(tmp_path / "out")["robots"]
     assert counts["statements"] == len(SHAPES) - 1
-    assert counts["marks"]["unread"] == dict(documents=1, hosts=["a.org"])
-    assert "1 document of 1 host: headers or <meta> that cannot be read" in fill(
+    assert counts["marks"]["unread"] == dict(documents=1, kept=1, hosts=["a.org"])
+    assert "1 document of 1 host: headers, <meta> or <link> that cannot be read; kept: 0" in fill(
         tmp_path / "out", tmp_path / "in", f"--robots={robots}", "--missing=deny"
     )
     assert report(tmp_path / "out")["total"]["removed"]["unread"][0] == 1
@@ -279,7 +279,7 @@ def test_the_report_names_hosts_with_several_files_and_what_only_an_older_one_re
     assert "1 host with different files in a store: any of them may refuse" in shown
     assert "2 documents of 1 host: refused by an older file of the host alone" in shown
     counts = report(tmp_path / "any")["robots"]
-    assert counts["marks"]["older"] == dict(documents=2, hosts=["a.org"])
+    assert counts["marks"]["older"] == dict(documents=2, kept=0, hosts=["a.org"])
     # The file of c.org says nothing of its port 8443.
     assert counts["hosts"]["unknown"] == 1
     assert len(kept(tmp_path / "any")) == 2

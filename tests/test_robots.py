@@ -645,8 +645,8 @@ def test_files_of_a_mirror_are_read_wherever_they_lie_and_the_others_are_named(t
 
 
 def test_agents_may_share_a_line_and_those_of_2026_are_more_than_those_of_apertus(tmp_path):
-    (tmp_path / "agents").write_text("Some, Mine # two\nOther\n")
-    assert agents_of(str(tmp_path / "agents")) == ["Some", "Mine", "Other"]
+    (tmp_path / "agents").write_text("Some, Mine # two\nOther\nUser-agent: Zap\n")
+    assert agents_of(str(tmp_path / "agents")) == ["Some", "Mine", "Other", "Zap"]
     assert agents_of("") == AGENTS
     assert {*AGENTS, "DeepSeekBot", "anthropic-ai", "img2dataset"} < {*agents_of("2026")}
     ban = "User-agent: DeepSeekBot\nDisallow: /"
@@ -796,6 +796,17 @@ def test_another_or_an_empty_licence_does_not_stand_for_one_that_is_named(tmp_pa
         for doc, robots in named[: 3 if content else 4]:
             found = judge_document(dict(url="https://a.org/x") | doc, dict(store={"a.org": robots}), store)
             assert found[0] is None and "rsl-unknown" in found[1]
+
+
+def test_two_licences_of_a_host_are_no_snapshots_of_one_file(tmp_path):
+    """So both count with --snapshots=last, in any order of the rows."""
+    rows = [dict(domain="a.org", file=name, content=LICENCE.format(f"/{name[0]}")) for name in ("a.xml", "b.xml")]
+    rows.append(dict(domain="a.org", file="https://l.org/c.xml", content=LICENCE.format("/c")))
+    for order in (rows, rows[::-1]):
+        store = open_reservations(write_lines(tmp_path / "s.jsonl", order), "last")
+        found = [judge_document(dict(url=f"https://a.org/{place}"), None, store) for place in "abcd"]
+        assert found == [("rsl:/a", set()), ("rsl:/b", set()), ("rsl:/c", set()), (None, set())]
+        assert not store["license.xml"].several
 
 
 # Shapes that are not read, which says so: values of a row.

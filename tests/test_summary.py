@@ -87,3 +87,47 @@ def test_a_registered_domain_is_that_of_the_public_suffix_list():
         "co.uk": "co.uk",
     }.items():
         assert registered_domain(host) == domain
+
+
+def test_the_period_is_of_days_between_the_web_and_today_and_says_how_many_have_none(tmp_path):
+    """Of kept documents: the earliest day is of a removed one."""
+    days = ["2024-05-01T08:00Z", "2025-02-03", "1970-01-01", "2999-01-01", "unknown", None]
+    rows = [dict(text=text(n), date=day) for n, day in enumerate(days)]
+    rows.append(dict(text=text(9), date="2001-01-01", headers={"X-Robots-Tag": "noai"}))
+    fill(tmp_path / "out", write_lines(tmp_path / "in.jsonl", rows))
+    assert report(tmp_path / "out")["period"] == ["2024-05-01", "2025-02-03"]
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "that only the provider can fill in:" in page and page.count("____") == 6
+    assert "2024-05-01 to 2025-02-03" in page and "of 6 kept documents 4 have no date" in page
+
+
+def test_hosts_are_those_of_the_data_and_counts_say_how_many_documents_are_kept(tmp_path):
+    """Two licences of a host are not snapshots of one file; a list of --blocked is no opt-out of a host."""
+    hosts = "page.org", "absent.org", "two.org", "blocked.org", "unread.org"
+    rows = [dict(text=text(n), url=f"https://{host}/{n}") for n, host in enumerate(hosts)]
+    rows += [dict(text=text(7), url="not a url"), dict(text=text(8)), dict(rows[0], id="copy")]
+    rows[4]["headers"], copy = 7, dict(rows[4], id="again", headers=7)
+    store = [dict(domain="page.org", content="<html>"), *(dict(domain=host, content="") for host in hosts[2:])]
+    store += [dict(domain="elsewhere.org", content=content) for content in ("", "# another")]
+    licences = [
+        dict(domain="two.org", file=f"https://two.org/{n}.xml", content=f"<rsl><!-- {n} --></rsl>") for n in "ab"
+    ]
+    (tmp_path / "blocked").write_text("blocked.org")
+    shown = fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", [*rows, copy]),
+        f"--robots={write_lines(tmp_path / 'store.jsonl', store)}",
+        f"--reservations={write_lines(tmp_path / 'licences.jsonl', licences)}",
+        f"--blocked={tmp_path}/blocked",
+    )
+    assert (
+        "robots.txt of 3 of 5 hosts (1 unknown: not in the store or not fetched, 1 document kept; 1 with something "
+        "else in its place, 1 document kept; --missing=allow keeps their pages)"
+    ) in shown
+    assert "2 documents of 1 host: headers, <meta> or <link> that cannot be read; kept: 1" in shown
+    assert "1 document has no URL: not checked" in shown and "1 document has a URL that cannot be read: not" in shown
+    assert "different files" not in shown
+    names = "host", "documents", "bytes"
+    assert list(table(tmp_path / "out" / "hosts_unknown.csv", *names)) == ["absent.org"]
+    assert list(table(tmp_path / "out" / "hosts_unparsable.csv", *names)) == ["page.org"]
+    assert not list((tmp_path / "out").glob("hosts_[rs]*.csv"))

@@ -175,6 +175,7 @@ def test_only_what_a_newer_store_refuses_goes(tmp_path):
     assert not verdict(rows[1]["url"], {}, missing="deny")[0]
     assert report(tmp_path / "data")["removals"][0]["reasons"] == {"robots:GPTBot": 1, "usage-file:GPTBot": 1}
     assert "removed by: robots:GPTBot 1, usage-file:GPTBot 1" in said
+    assert report(tmp_path / "data")["robots"]["removed_by_agent"] == {"GPTBot": [1, len(text(0))]}
     assert "kept: 3 documents of hosts that the store lacks or could not fetch" in said
 
 
