@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 import transformers
-from conftest import same, weights
+from conftest import refused, same, script, weights
 from lab import run, tuning
 from test_evaluate import evaluated
 from test_sft import TOK, assistant, chat_row, tune, user
@@ -86,6 +86,10 @@ def test_nothing_is_learnt_from_what_is_held_out(lab, held, tmp_path):
     assert same(weights(held / "run"), weights(tmp_path / "run"))
     tune(lab, tmp_path / "named", *SHORT, f"--data={held}/rows.jsonl", f"--val_data={held}/held_out.jsonl")
     assert same(weights(held / "run"), weights(tmp_path / "named"))
+    others = f"--data={held}/rows.jsonl", f"--val_data={lab}/chats.jsonl"
+    refused(
+        script(*tuning(lab, tmp_path / "named", *SHORT, *others, "--resume")), "with other settings: ", "val_data_hash"
+    )
 
 
 def test_the_loss_is_transformers_at_the_start_and_evaluates_at_the_end_and_is_drawn(lab, held, tmp_path):

@@ -3,9 +3,9 @@ Trained rows of a frozen embedding and head, beside adapters (weights/lora.py).
 
     x = E[id]     z = H h     with trained rows in the place of those of a few ids (PEFT: trainable_token_indices)
 
-Pretraining never uses the chat's control tokens, so that their rows stay nearly parallel. While they are frozen,
-adapters cannot tell them apart, and an answer does not end: 55 of 60 were unfinished after --lora_r=16 on out/laptop.
-So SFT and QRPO train these rows as well if the start model has never used them (unused_chat_rows()).
+Pretraining never uses the chat's control tokens, so that their rows become nearly parallel (cosine 0.98 after 4.3M
+tokens). While they are frozen, adapters can hardly tell them apart: with --lora_r=16 38 of 59 answers ended, with
+trained rows 58. So SFT and QRPO train these rows as well if the start model has never used them (unused_chat_rows()).
 
 A row begins with the start model's values, and the whole row is stored, not its change. A tied model has them once.
 """
@@ -21,8 +21,8 @@ from engine.restore import copy_into
 from model import Linear
 from weights.stored import StoredWeights, meta_model
 
-# Distance from the middle of all control tokens, over the median distance: 0.9 to 1.05 where a token was never used,
-# at least 1.7 after SFT, and 3.6 for <|assistant_end|>, which alone is learnt in each conversation (out/laptop).
+# Distance of <|assistant_end|> from the middle of all control tokens, over the median distance: 0.84 to 0.98 in four
+# starts that never used it, of 10 to 4,251 steps, and 3.6 to 3.9 after SFT of all weights.
 USED = 1.5
 
 
