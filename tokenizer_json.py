@@ -156,19 +156,20 @@ def parse(path):
     # Apertus 1.5 has the ids of pictures and sound behind those of text.
     text_config = read_optional(folder, "config.json").get("text_config") or {}
     n_text = text_config.get("output_vocab_size") or math.inf
+    # Control tokens: those added, and those that other programs keep in the vocabulary (MOVED), but not of pictures.
     control = [name for name in added.keys() | (vocab.keys() & MOVED) if id_of[name] < n_text]
     in_text = {name for name in added.keys() & control if is_in_text(name, added)}
     check_same_ids(path, content, settings, spelled, pieces, in_text)
 
-    names = mini_names(id_of)
+    apertus_names = mini_names(id_of)
     system, chat_problem = chat_format(folder, settings.get("chat_template"))
     return Vocabulary(
         name=f"bpe:{path}",
         pieces=pieces,
-        special={names.get(name, name): id_of[name] for name in sorted(control, key=id_of.get)},
+        special={apertus_names.get(name, name): id_of[name] for name in sorted(control, key=id_of.get)},
         ids=[vocab[spelling] for spelling in spelled],
         in_text=in_text,
-        ends=[names.get(end, end) for end in ends_in(settings)],
+        ends=[apertus_names.get(end, end) for end in ends_in(settings)],
         system=settings.get("default_system", system),
         chat_problem=chat_problem)
 
@@ -266,7 +267,8 @@ def cuts_differently(content):
 
 def normalizes(normalizer):
     """Whether the normalizer of a tokenizer.json changes text."""
-    # That of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text.
+    # That of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text. So it may
+    # only be a Sequence or Replace, whose patterns and contents begin with "<".
     return re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', json.dumps(normalizer))
 
 

@@ -95,12 +95,13 @@ def find_duplicates(work, n):
     here, and their reasons, an object array.
     """
     rows = read_columns(["reason", "source", "text", *PLACE], work, n)
-    reason, text = rows["reason"].to_numpy(), rows["text"].to_numpy()
+    reason, fingerprints = rows["reason"].to_numpy(), rows["text"].to_numpy()
     # If the corpus had a copy of a planted passage, training would see it more often than planned.
     planted = np.array([dedup.fingerprint(passage["text"]) for passage in work.passages], np.uint64)
-    reason[(reason == "") & np.isin(text, planted)] = "duplicate"
+    reason[(reason == "") & np.isin(fingerprints, planted)] = "duplicate"
     left = np.flatnonzero(reason == "")
-    reason[np.delete(left, np.unique(text[left], return_index=True)[1])] = "duplicate"
+    first = np.unique(fingerprints[left], return_index=True)[1]
+    reason[np.delete(left, first)] = "duplicate"           # all but the first row of each fingerprint
     if work.plan.near_dedup:
         left = np.flatnonzero(reason == "")
         keys = (read_columns([band], work, n)[band].take(left).to_numpy() for band in work.rules.bands)
@@ -130,15 +131,15 @@ def groups_needed(work, n):
 # training or validation
 
 
-def choose_validation(documents, texts, work):
+def choose_validation(documents, fingerprints, work):
     """
     Move documents to validation by a hash of their text or id. The only document of a source is cut instead, where it
     is long enough: its last part is for validation.
 
-    documents: all in the streams of training. texts: their fingerprints, uint64 (n,). Returns the documents, each cut
-    one as two neighbours.
+    documents: all in the streams of training. fingerprints: of their texts, uint64 (n,). Returns the documents, each
+    cut one as two neighbours.
     """
-    hashes, share = documents["id_hash"] if work.plan.by_id else texts, work.plan.val_share
+    hashes, share = documents["id_hash"] if work.plan.by_id else fingerprints, work.plan.val_share
     came_in = documents["group"] != PLANTED
     sizes = np.bincount(documents["stream"][came_in], minlength=documents["stream"].max() + 1)
     alone = came_in & (sizes[documents["stream"]] == 1)
@@ -149,7 +150,7 @@ def choose_validation(documents, texts, work):
         val[:] = False                                     # training needs the only document
     elif not val.any() and not last.any():
         val = came_in & (hashes == hashes[came_in].min())  # validation needs one document
-    documents["stream"] += val
+    documents["stream"] += val                             # the stream of validation follows that of training
     return cut_documents(documents, last)
 
 

@@ -142,6 +142,9 @@ IN_A_LIST = re.compile(r"""(?x)
     | (?<![\d.]) \d{1,3} (?: \\?\.\d{1,3} ){1,2} [,;]? \s{1,20} (?: [a-z]{1,4}\s{1,20} )? \0""")
 
 
+NEAR = 12           # characters between two numbers of a list
+
+
 def find_ipv4(text):
     """Yield (start, "ip", end) of each IPv4 address in a text."""
     last_number = -100
@@ -151,7 +154,7 @@ def find_ipv4(text):
             continue
         start, end = word.span(1)
         # "Nummern 7.1.1.1, 7.1.2.1 oder 7.1.3.1": the next number of a list is of the same kind as the one before.
-        if is_version_or_section(text, start, end, start - last_number < 12):
+        if is_version_or_section(text, start, end, start - last_number < NEAR):
             last_number = end
         else:
             yield start, "ip", end
@@ -165,11 +168,18 @@ def word_start(before, sign):
 def is_version_or_section(text, start, end, follows_one):
     """
     Are the four numbers text[start:end] a version or the number of a section? The 48 characters before and the 24 after
-    them decide. follows_one: they are next to others that are.
+    them decide, in this order:
+
+        after a word for versions: a version; after a name with a sign: a version, unless the name is of a network
+        two numbers or more above 31: an address
+        after a name or a word for sections: a version or a section
+        in a list of such numbers, with the smallest above 0 and none above 31: a section
+
+    follows_one: they are next to others that are.
     """
     before, after = text[max(0, start - 48):start], text[end:end + 24]
     if named := NAMED.match(before):
-        return not NETWORK.search(named[1] or "")
+        return not NETWORK.search(named[1] or "")          # named[1]: the name with a sign, if there is one
     parts = sorted(map(int, text[start:end].split(".")))
     # A capital letter or the line alone is weak evidence: 0.6 % of all addresses have at most one part above 31,
     # and 0.02 % have none.
