@@ -42,4 +42,8 @@ def main(folder="data/stdlib"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except (OSError, ValueError) as error:
+        print(f"loop.py: {error}", file=sys.stderr)
+        sys.exit(2)

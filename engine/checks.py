@@ -3,6 +3,7 @@
 import math
 
 CHOICES = dict(
+    dtype=["auto", "float32", "bfloat16"],
     parallel=["auto", "none", "ddp", "fsdp", "hsdp"],
     recompute=["none", "cheap", "selective", "full"],
     goldfish_scope=["window", "stream"],
@@ -40,21 +41,36 @@ def check_values(settings):
     if settings["optimizer"] != "ademamix" and settings["state_dtype"] == "bfloat16":
         raise ValueError(f"state_dtype=bfloat16 needs stochastic rounding, which {settings['optimizer']} does not have "
                          "here: use --optimizer=ademamix, or leave state_dtype out")
-    if settings["optimizer"] == "muon" and (settings.get("parallel") in ("fsdp", "hsdp") or settings.get("exact")):
-        raise ValueError("optimizer=muon needs whole matrices, and shards hold parts of them: use --parallel=ddp, "
-                         "without --exact")
+    check_optimizer(settings)
     if settings["lora_alpha"] != LORA_ALPHA and not settings["lora_r"]:
         raise ValueError(f"lora_alpha={settings['lora_alpha']} scales adapters, and this run has none: "
                          "give them a rank, --lora_r=16, or leave lora_alpha out")
 
 
+def check_optimizer(settings):
+    """ValueError for an optimizer that its states, its shards or --exact do not fit. settings: a dict."""
+    if settings.get("exact") and settings["state_dtype"] == "bfloat16":
+        raise ValueError("exact=True is bit-exact on any number of ranks, and moments in bfloat16 are rounded by their "
+                         "place in a shard: take --state_dtype=float32")
+    if settings["optimizer"] == "muon" and (settings.get("parallel") in ("fsdp", "hsdp") or settings.get("exact")):
+        raise ValueError("optimizer=muon needs whole matrices, and shards hold parts of them: use --parallel=ddp, "
+                         "without --exact")
+
+
 def check_length(settings):
     """ValueError if the run has no first step, or minutes cannot find its end."""
     total, minutes = settings["total_samples"], settings["minutes"]
-    finds_its_end = settings["schedule"] == "wsd" and settings["decay_samples"] < total and not settings["stage"]
-    if minutes and not (finds_its_end and 0 < minutes < math.inf):
-        raise ValueError(f"minutes={minutes:g} finds the end of a run while it trains: it wants a positive number, "
-                         "schedule=wsd, a decay shorter than total_samples, and no stage; --minutes=0 counts samples")
+    if minutes:
+        obstacles = {
+            "a positive number": not 0 < minutes < math.inf,
+            f"schedule=wsd, not {settings['schedule']}": settings["schedule"] != "wsd",
+            f"a decay shorter than total_samples={total}, not decay_samples={settings['decay_samples']}":
+                settings["decay_samples"] >= total,
+            f"no stage, not stage={settings['stage']}": bool(settings["stage"])}
+        for wanted, is_there in obstacles.items():
+            if is_there:
+                raise ValueError(f"minutes={minutes:g} finds the end of a run while it trains: it wants {wanted}; "
+                                 "--minutes=0 counts samples")
     if total < settings["batch_size"]:
         raise ValueError(f"total_samples={total} is less than one step of batch_size={settings['batch_size']}")
 
