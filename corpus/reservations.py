@@ -150,10 +150,10 @@ def first_directive(page, names):
     """noai, noimageai or noml, the first in X-Robots-Tag or <meta> for all or for an agent of these names; or None."""
     for place, name, value in page.pairs:
         if name in ("x-robots-tag", "robots") or place == "meta" and product_token(name) in names:
-            # "directive, agent: directive directive"
-            for part in value.lower().split(","):
+            # "directive, agent: directive directive"; two lines of a header may be one value, with the name in between.
+            for part in re.split("[,\n]", value.lower()):
                 agent, _, directives = part.rpartition(":")
-                if not agent.strip() or product_token(agent) in names:
+                if not agent.strip() or product_token(agent) in {*names, name}:
                     if m := DIRECTIVE.search(directives):
                         return f"no{m[1]}"
     return None
