@@ -40,13 +40,13 @@ from corpus.urls import compiled, disallowing, pattern_of, site_key, split_url
 # {reason: its text in the report}.
 RESERVED = {
     "noai": "the page or its headers forbid AI training",
-    "noimageai": "the same, for images",
-    "noml": "the same, in Mojeek's word",
+    "noimageai": "the page or its headers forbid AI training on images",
+    "noml": "the page or its headers forbid AI training, in Mojeek's word",
     "tdm-file": "reserved by the host's tdmrep.json",
     "tdm-header": "reserved by the header tdm-reservation",
     "tdm-meta": "reserved by the page's <meta> tdm-reservation",
     "usage-header": "the header Content-Usage or Content-Signal forbids training",
-    "usage-file": "the same, in the host's robots.txt",
+    "usage-file": "a Content-Usage or Content-Signal line of the host's robots.txt forbids training",
     "ai-txt": "disallowed by the host's ai.txt",
     "rsl": "an RSL licence prohibits training",
 }
@@ -150,10 +150,10 @@ def first_directive(page, names):
     """noai, noimageai or noml, the first in X-Robots-Tag or <meta> for all or for an agent of these names; or None."""
     for place, name, value in page.pairs:
         if name in ("x-robots-tag", "robots") or place == "meta" and product_token(name) in names:
-            # "directive, agent: directive directive"
-            for part in value.lower().split(","):
+            # "directive, agent: directive directive"; two lines of a header may be one value, with the name in between.
+            for part in re.split("[,\n]", value.lower()):
                 agent, _, directives = part.rpartition(":")
-                if not agent.strip() or product_token(agent) in names:
+                if not agent.strip() or product_token(agent) in {*names, name}:
                     if m := DIRECTIVE.search(directives):
                         return f"no{m[1]}"
     return None

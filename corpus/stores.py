@@ -12,7 +12,7 @@ stays unknown. Each file may be compressed, as .gz or .zst. Other files of a fol
 
 Different files of one site are its snapshots. A page is removed if any of them refuses it, because written bans vanish
 from robots.txt while hosts block crawlers instead. With snapshots="last" only the newest counts, as for Apertus, which
-read the files of January 2025.
+read the files of January 2025. The licences of a site are several files, each with snapshots of its own.
 """
 
 import os

@@ -444,6 +444,7 @@ DOCUMENTS = """
 {"X-Robots-Tag": "noai"} | noai
 {"Content-Usage": "train-ai=n"} | usage-header
 {"Meta-Robots": "noai"} | noai
+{"headers": {"X-Robots-Tag": "googlebot: nofollow\\nX-Robots-Tag: noai"}} | noai
 {"headers": {"Content-Signals": "ai-train=no"}} | usage-header
 {"usage_pref": "train-ai=n"} | usage-header
 {"Usage-Pref": "tdm=n"} | usage-header
