@@ -196,6 +196,32 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
     assert done.returncode == 2 and "model.py changed while the study ran" in done.stderr
 
 
+def test_studies_that_write_the_same_settings_in_other_words_share_a_finished_run(data, tmp_path, monkeypatch):
+    """
+    A finished run is one whose record has its arguments. Of a start model or of another checkout a setting at our
+    default may differ from theirs, so there it counts.
+    """
+    monkeypatch.setattr(ablate, "data", data)
+    monkeypatch.setattr(ablate, "runs", str(tmp_path))
+    sources = {script: kit.read_sources(script) for script in ablate.SCRIPTS} | {"../idea": {}}
+
+    def plan(arm, size="configs/tiny.py", code=""):
+        study = ablate.STUDY | dict(arms=dict(one=arm), size=size, code=code)
+        return ablate.plan_run(study, sources, "one", 3e-3, 1)
+
+    first = plan("--activation=xielu", "configs/tiny.py --dtype=float32")
+    args = [*first.command[1:], f"--out={first.folder}", "--resume"]
+    kit.write(f"{first.folder}.json", json.dumps(dict(args=args, sources=kit.read_sources("train"))))
+    kit.write(f"{first.folder}/summary.json", "")
+    for arm in ("", "--optimizer=ademamix --goldfish_k=50"):
+        assert plan(arm).folder == first.folder
+        kit.train(plan(arm).folder, plan(arm).command)
+    assert plan("--activation=relu2").folder != first.folder
+    for elsewhere in (dict(size="configs/tiny.py --init_from=x"), dict(code="../idea")):
+        assert plan("--activation=xielu", **elsewhere).folder != plan("", **elsewhere).folder
+        assert "--activation=xielu" in plan("--activation=xielu", **elsewhere).command
+
+
 @pytest.mark.parametrize(
     "args, says",
     [
