@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -196,6 +197,32 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
     assert done.returncode == 2 and "model.py changed while the study ran" in done.stderr
 
 
+def test_studies_that_write_the_same_settings_in_other_words_share_a_finished_run(data, tmp_path, monkeypatch):
+    """
+    A finished run is one whose record has its arguments. Of a start model or of another checkout a setting at our
+    default may differ from theirs, so there it counts.
+    """
+    monkeypatch.setattr(ablate, "data", data)
+    monkeypatch.setattr(ablate, "runs", str(tmp_path))
+    sources = {script: kit.read_sources(script) for script in ablate.SCRIPTS} | {"../idea": {}}
+
+    def plan(arm, size="configs/tiny.py", code=""):
+        study = ablate.STUDY | dict(arms=dict(one=arm), size=size, code=code)
+        return ablate.plan_run(study, sources, "one", 3e-3, 1)
+
+    first = plan("--activation=xielu", "configs/tiny.py --dtype=float32")
+    args = [*first.command[1:], f"--out={first.folder}", "--resume"]
+    kit.write(f"{first.folder}.json", json.dumps(dict(args=args, sources=kit.read_sources("train"))))
+    kit.write(f"{first.folder}/summary.json", "")
+    for arm in ("", "--optimizer=ademamix --goldfish_k=50"):
+        assert plan(arm).folder == first.folder
+        kit.train(plan(arm).folder, plan(arm).command)
+    assert plan("--activation=relu2").folder != first.folder
+    for elsewhere in (dict(size="configs/tiny.py --init_from=x"), dict(code="../idea")):
+        assert plan("--activation=xielu", **elsewhere).folder != plan("", **elsewhere).folder
+        assert "--activation=xielu" in plan("--activation=xielu", **elsewhere).command
+
+
 @pytest.mark.parametrize(
     "args, says",
     [
@@ -212,6 +239,50 @@ def test_an_arm_sets_neither_rate_nor_seed_nor_data_nor_length(data, tmp_path, m
     arms = dict(base="configs/ablations/llama.py", mine=args.replace("CONFIG", f"{tmp_path}/own.py"))
     with pytest.raises(ValueError, match=says):
         ablate.check_lengths(ablate.STUDY | dict(arms=arms), dict.fromkeys(ablate.SCRIPTS))
+
+
+def test_size_sets_neither_rate_nor_seed(data, monkeypatch):
+    """The configs of --size have a rate and a folder, which are defaults and no error."""
+    monkeypatch.setattr(ablate, "data", data)
+    study = ablate.STUDY | dict(arms=dict(base=""), size="configs/laptop.py")
+    ablate.check_lengths(study, dict.fromkeys(ablate.SCRIPTS))
+    with pytest.raises(ValueError, match="--size sets lr, seed, which the study sets"):
+        wrong = study | dict(size="configs/laptop.py --seed=7 --lr=1e-2")
+        ablate.check_lengths(wrong, dict.fromkeys(ablate.SCRIPTS))
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ("xielu relu", "relu is neither a study nor an arm, did you mean relu2 "),
+        ("xielu muon", "xielu is of activation, muon is of optimizer: want two or more values of one setting"),
+        ("xielu", "xielu has nothing to be compared with: add swiglu or "),
+        ("tying xielu", "tying is a study, which stands alone"),
+        ("xielu relu2 --lrs=abc", "--lrs=abc: want one or more peak learning rates, such as --lrs=3e-3 or "),
+        ("xielu relu2 --report --lrs=3e-3 --out=TMP", r"is TMP/xielu-relu2-123456 \(python OLD --out=TMP --report"),
+    ],
+)
+def test_a_command_that_names_no_study_says_what_is_wrong(tmp_path, args, says):
+    kit.write_rows(f"{tmp_path}/xielu-relu2-123456/runs.jsonl", [run("xielu", 1, 1.0) | dict(command="python OLD")])
+    done = script("studies.ablate", *args.replace("TMP", str(tmp_path)).split())
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert re.search(says.replace("TMP", str(tmp_path)), done.stderr), done.stderr
+
+
+def test_one_learning_rate_needs_no_comma(monkeypatch):
+    for lrs, rates in ((3e-3, (3e-3,)), ((1e-3, 3e-3), (1e-3, 3e-3)), ([1e-3], (1e-3,)), (None, ())):
+        monkeypatch.setattr(ablate, "lrs", lrs)
+        assert ablate.read_rates() == rates
+
+
+def test_a_new_idea_is_no_change_of_this_folder(tmp_path, capsys):
+    """A run of the same settings by other sources is there. It is named if this folder's sources have changed alone."""
+    kit.write(f"{tmp_path}/a-1.json", json.dumps(dict(sources=dict(model="1"))))
+    here = ablate.Run(f"{tmp_path}/a-2", ["train"], dict(model="2"))
+    ablate.report_changes([here._replace(root="/idea")])
+    assert capsys.readouterr().out == ""
+    ablate.report_changes([here])
+    assert "model changed after 1 of these runs" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -280,6 +351,13 @@ def test_results_name_their_command_and_another_study_is_not_written_over_them(d
     for change in (dict(size="configs/tiny.py"), dict(seeds=3), dict(arms=short["arms"] | dict(relu2="--alpha=3.0"))):
         with pytest.raises(ValueError, match="holds another study .*: name another --out"):
             ablate.check_folder(short | change)
+    # An arm that crashed by a mistake in its arguments, which are mended.
+    mended = short | dict(arms=short["arms"] | dict(relu2="--alpha=3.0"))
+    crashed = [row | dict(error="ValueError") if row["arm"] == "relu2" else row for row in rows]
+    kit.write_rows(f"{short['folder']}/runs.jsonl", crashed)
+    ablate.check_folder(mended)
+    kit.write_rows(f"{short['folder']}/runs.jsonl", [row | dict(seed=0, error="ValueError") for row in rows])
+    ablate.check_folder(mended)
     assert compare.describe_origin(rows, "other")["command"] == f"`{short['command']}`"
     assert compare.describe_origin([run("gelu", 1, 1.0)], "today's")["command"].startswith("not recorded")
 
