@@ -78,10 +78,17 @@ def xielu():
 def mask():
     import model
 
-    def attend(q, k, v, doc):
-        """q, k and v: one number per position, the same in the two channels. doc: document numbers, or none."""
-        q, k, v = (tensor(x).view(1, 1, -1, 1).expand(1, 1, -1, 2) for x in (q, k, v))
-        return model.attend(q, k, v, tensor([doc]) if doc else None)[0, 0, :, 0]
+    def attend(q, k, v, documents):
+        """
+        One number per position, or per window and position if there are several windows.
+
+        q, k and v: one number per position, the same in all windows and in the two channels. documents: their numbers
+        in one window or in each of several, or none.
+        """
+        documents = tensor(documents).view(-1, len(q)) if documents else None
+        B = 1 if documents is None else len(documents)
+        q, k, v = (tensor(x).view(1, 1, -1, 1).expand(B, 1, -1, 2) for x in (q, k, v))
+        return model.attend(q, k, v, documents)[:, 0, :, 0].squeeze(0)
 
     return dict(attend=attend)
 
