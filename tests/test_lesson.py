@@ -89,6 +89,23 @@ def test_the_cases_pass_our_file_and_name_each_mistake(tmp_path, name):
         assert not passed and named == [mistake["mistake"]]
 
 
+@pytest.mark.parametrize(
+    "name, wrong, old, new",
+    [
+        ("goldfish", "kept_keys", "torch.Generator().manual_seed(SEED)\n", "torch.Generator().manual_seed(0)\n"),
+        ("goldfish", "window_product", "lambda left, right, n: left * right)", "lambda left, right, n: left - right)"),
+        ("feistel", "hash32", "* 0x85EBCA6B", "* 0x85EBCA6D"),
+    ],
+)
+def test_a_function_is_not_blamed_for_one_that_it_calls(tmp_path, name, wrong, old, new):
+    source = Path(ROOT, LESSONS[name]["file"]).read_text()
+    assert old in source
+    tools.lesson.write(tmp_path / LESSONS[name]["file"], source.replace(old, new))
+    passed, log = forked(tmp_path, tools.cases.main, "", name)
+    assert not passed and f"First mend {wrong} above" in log
+    assert "typical mistake" not in log
+
+
 def test_an_empty_file_is_told_at_once_then_cases_run_then_tests(lesson, tmp_path, capfd):
     lesson("goldfish")
     mine = tmp_path / "goldfish" / "goldfish.py"

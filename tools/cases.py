@@ -78,10 +78,17 @@ def xielu():
 def mask():
     import model
 
-    def attend(q, k, v, doc):
-        """q, k and v: one number per position, the same in the two channels. doc: document numbers, or none."""
-        q, k, v = (tensor(x).view(1, 1, -1, 1).expand(1, 1, -1, 2) for x in (q, k, v))
-        return model.attend(q, k, v, tensor([doc]) if doc else None)[0, 0, :, 0]
+    def attend(q, k, v, documents):
+        """
+        One number per position, or per window and position if there are several windows.
+
+        q, k and v: one number per position, the same in all windows and in the two channels. documents: their numbers
+        in one window or in each of several, or none.
+        """
+        documents = tensor(documents).view(-1, len(q)) if documents else None
+        B = 1 if documents is None else len(documents)
+        q, k, v = (tensor(x).view(1, 1, -1, 1).expand(B, 1, -1, 2) for x in (q, k, v))
+        return model.attend(q, k, v, documents)[:, 0, :, 0].squeeze(0)
 
     return dict(attend=attend)
 
@@ -110,8 +117,8 @@ def goldfish():
         n, both = len(passage), mask(passage + passage, k, h, "product", [])
         return int(first.equal(second) and both[h:n - h].equal(both[n + h:2 * n - h]))
 
-    return dict(product=lambda x, h: goldfish.window_product(np.array(x), h),
-                keys=lambda k, keys: goldfish.kept_keys(k)[keys].astype(int), mask=mask, repeats=repeats)
+    return dict(window_product=lambda x, h: goldfish.window_product(np.array(x), h),
+                kept_keys=lambda k, keys: goldfish.kept_keys(k)[keys].astype(int), mask=mask, repeats=repeats)
 
 
 def ademamix():
@@ -140,7 +147,7 @@ def feistel():
     def numbers(x):
         return np.array(x, np.uint64)
 
-    return dict(hash=lambda x: data.hash32(numbers(x)), cipher=lambda x, half, keys: data.feistel(
+    return dict(hash32=lambda x: data.hash32(numbers(x)), feistel=lambda x, half, keys: data.feistel(
         numbers(x), half, keys), permute=lambda n, epoch: data.permute(np.arange(n), n, 28, epoch))
 
 
@@ -253,11 +260,19 @@ def main():
         calls = LESSONS[name]()
     except Exception as error:
         sys.exit(describe(error))
-    tried, named = [], set()
+    tried, wrong, named = [], [], set()
     # Mistakes are named after each function, because a loop in the next one may not end.
     for function, call in calls.items():
-        tried += [(case, judge(call, case)) for case in lesson["cases"] if case["do"] == function]
+        results = [(case, judge(call, case)) for case in lesson["cases"] if case["do"] == function]
+        wrong_before = [name for name in lesson.get("needs", {}).get(function, []) if name in wrong]
+        if not all(same(value, case["right"]) for case, value in results):
+            wrong.append(function)
+            if wrong_before:
+                print(f"First mend {' and '.join(wrong_before)} above: it may be why these are wrong", flush=True)
+        if wrong_before:
+            continue
+        tried += results
         for mistake in sorted(typical_mistakes(tried) - named):
             named.add(mistake)
             print(f"This looks like a typical mistake: {lesson['mistakes'][mistake]}", flush=True)
-    sys.exit(not all(same(value, case["right"]) for case, value in tried))
+    sys.exit(bool(wrong))
