@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+from typing import NamedTuple
 
 import chat
 from configurator import ROOT
@@ -27,15 +28,24 @@ RESERVED = [f"<SPECIAL_{i}>" for i in range(61, 73)]    # the names of the Minis
 # among its added tokens.
 MOVED = {"<think>", "</think>"}
 
-# The published templates whose conversations chat.py can write: (sha256, or tokens by which they are known, system
-# message of a conversation that has none; None: that of chat.py).
+
+class ChatFormat(NamedTuple):
+    """A published template whose conversations chat.py can write. Its hash or its tokens suffice to know it."""
+    sha256: str
+    tokens: list
+    system: str | None      # the system message of a conversation that has none; None: that of chat.py
+
+
 FORMATS = (
-    ("", [OUTPUT],
-     # Apertus 1.5; the stored versions of its template differ in thoughts and tools (swiss-ai/apertus-omni-tokenizer).
-     "You are Apertus 1.5 Omni, a multimodal assistant developed by the Swiss AI Initiative. Extended from Apertus 1 "
-     "via continued pretraining, you understand images and audio and respond in text."),
-    ("56f72c27fa2e565312a830b7315a455c79fb452fdbe7a5b7595d8a094f282b07", chat.CHAT, None),    # Apertus-8B-Instruct-2509
-    ("4afab8361a4bd0c2994404e0b0851dbaad461a06e56bdfdb635aae3977473c19", RESERVED, ""))   # Apertus-v1.1-1.5B-Instruct
+    # Apertus 1.5; the stored versions of its template differ in thoughts and tools (swiss-ai/apertus-omni-tokenizer).
+    ChatFormat(
+        "", [OUTPUT],
+        "You are Apertus 1.5 Omni, a multimodal assistant developed by the Swiss AI Initiative. Extended from Apertus 1 "
+        "via continued pretraining, you understand images and audio and respond in text."),
+    # Apertus-8B-Instruct-2509
+    ChatFormat("56f72c27fa2e565312a830b7315a455c79fb452fdbe7a5b7595d8a094f282b07", chat.CHAT, None),
+    # Apertus-v1.1-1.5B-Instruct
+    ChatFormat("4afab8361a4bd0c2994404e0b0851dbaad461a06e56bdfdb635aae3977473c19", RESERVED, ""))
 
 # -----------------------------------------------------------------------------
 # how pieces are spelled in the file
@@ -56,7 +66,8 @@ def pieces_of(spelled):
 def merges_of(spelled):
     """
     The list of merges that a byte-level BPE of these pieces (str, by rank) has in Hugging Face's format: all pairs of
-    pieces whose union is a piece, by the union's rank, then by their own (Apertus: 269,443, in the published order).
+    pieces which, joined, make a piece, by the rank of that piece, then by their own (Apertus: 269,443, in the published
+    order).
     """
     rank = {s: i for i, s in enumerate(spelled)}
     merges = []
@@ -70,7 +81,7 @@ def merges_of(spelled):
 # write
 
 
-def frame(bos="<s>", bos_id=1):
+def without_vocabulary(bos="<s>", bos_id=1):
     """
     A tokenizer.json without its vocabulary. ByteLevel spells bytes as characters. The post-processor puts <s> in front
     of a text, as the published one does; add_special_tokens=False leaves it out.
@@ -108,7 +119,7 @@ def hf_files(tok):
     ends = {end: names[i] for end, i in zip(ENDS, (tok.bos, tok.eos, tok.pad))}
     letters = byte_letters()
     spelled = [piece.decode("latin-1").translate(letters) for piece in tok.pieces]
-    content = frame(ends["bos_token"], tok.bos)
+    content = without_vocabulary(ends["bos_token"], tok.bos)
     content["model"] |= dict(vocab=tok.special | dict(zip(spelled, tok.ids)), merges=merges_of(spelled))
     content["added_tokens"] = [
         dict(id=i, content=name, **EXACT, normalized=False, special=name not in tok.in_text)
@@ -259,17 +270,19 @@ def check_same_ids(path, content, settings, spelled, pieces, in_text):
 
 def cuts_differently(content):
     """Whether a tokenizer.json cuts a text into other parts than PATTERN does, or joins bytes by other rules."""
-    ours = frame()
+    ours = without_vocabulary()
     model = {key: value for key, value in content["model"].items()
              if value and key not in ("vocab", "merges", "unk_token", "fuse_unk")}
     return model != ours["model"] or content.get("pre_tokenizer") != ours["pre_tokenizer"]
 
 
 def normalizes(normalizer):
-    """Whether the normalizer of a tokenizer.json changes text."""
-    # That of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text. So it may
-    # only be a Sequence or Replace, whose patterns and contents begin with "<".
-    return re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', json.dumps(normalizer))
+    """
+    Whether the normalizer of a tokenizer.json changes text: it has a part of another type than Sequence or Replace, or
+    one whose pattern or content does not begin with "<".
+    """
+    # That of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text.
+    return bool(re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', json.dumps(normalizer)))
 
 
 def renumbered_names(vocab, id_of, decoder):

@@ -2,6 +2,11 @@
 All documents together, in the order of the input: duplicates, training or validation, the order of training. One task
 does it for all machines (corpus/stages.py), since each document is compared with all others.
 
+    work      a run of prepare.py (corpus/stages.py: Work); group: parts of files that are sifted as one piece
+    row       of the ledger, a document; its reason is "" if it is kept
+    stream    of documents in the order of training: 2 * number of the source, + 1 for validation
+    band      a key of near-duplicates: equal keys, similar texts
+
 Memory: about 180 bytes per document, 230 with near-duplicates.
 """
 
@@ -31,7 +36,8 @@ NEWLINE = re.compile(b"\n")
 def judge(number, work):
     """
     All groups -> reasons.parquet, why each row is removed, and documents.npy, the others as DOCUMENT, in the order of
-    training, one stream after the other. Returns the names of the sources and how many groups were read.
+    training, one stream after the other. Returns the names of the sources and how many groups were read. number: 0,
+    the only piece of this stage.
     """
     n = len(work.groups)
     if work.plan.max_bytes:
@@ -162,7 +168,7 @@ def bytes_for_validation(text, share):
     ideal = round(len(text) * (1 - share))
     near = min(ideal, len(text) - ideal) // 2
     lines = [newline.end() for newline in NEWLINE.finditer(text, ideal - near, ideal + near)]
-    # A word at most doubles the part.
+    # From a word that begins before, at most so far that the part is twice as long as meant.
     word = text.rfind(b" ", max(2 * ideal - len(text), 0), ideal) + 1
     begin = min(lines, key=lambda at: abs(at - ideal), default=word or ideal)
     while begin < len(text) and text[begin] & 0xC0 == 0x80:

@@ -38,7 +38,10 @@ AGENTS_2026 = Path(__file__).parent / "agents_2026.txt"
 
 
 class Store(dict):
-    """Key -> its different files, compressed in memory: 1 kB per host instead of 4 kB, 1 GB for a million hosts."""
+    """
+    Key -> its different files, compressed in memory: 1 kB per host instead of 4 kB, 1 GB for a million hosts. Read it
+    by get(), the newest file, or versions(); store[key] holds the compressed bytes.
+    """
 
     def __init__(self, rows, snapshots="any", ignored=()):
         """
