@@ -40,8 +40,8 @@ FORMATS = (
     # Apertus 1.5; the stored versions of its template differ in thoughts and tools (swiss-ai/apertus-omni-tokenizer).
     ChatFormat(
         "", [OUTPUT],
-        "You are Apertus 1.5 Omni, a multimodal assistant developed by the Swiss AI Initiative. Extended from Apertus 1 "
-        "via continued pretraining, you understand images and audio and respond in text."),
+        "You are Apertus 1.5 Omni, a multimodal assistant developed by the Swiss AI Initiative. Extended from Apertus "
+        "1 via continued pretraining, you understand images and audio and respond in text."),
     # Apertus-8B-Instruct-2509
     ChatFormat("56f72c27fa2e565312a830b7315a455c79fb452fdbe7a5b7595d8a094f282b07", chat.CHAT, None),
     # Apertus-v1.1-1.5B-Instruct
