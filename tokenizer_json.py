@@ -3,7 +3,8 @@ The file of a vocabulary, Hugging Face's tokenizer.json, and tokenizer_config.js
 
 We write what transformers.AutoTokenizer reads to the same ids. We read files of a byte-level BPE that cuts text as
 Apertus' does, also with other control tokens: those of the Minis, of Apertus 1.5, of a fine-tune that added some. If
-transformers would make other ids of a text than tokenizer.py does, an error says why.
+transformers would make other ids of a text than tokenizer.py does, an error says why; of Apertus 1.5 a typed <think>
+or <answer> is the exception (normalizes()).
 """
 
 import hashlib
@@ -129,6 +130,7 @@ def hf_files(tok):
     if tok.system is not None:
         settings["default_system"] = tok.system            # for read_vocabulary(); transformers reads the template
         template = f"{{%- set default_system = {json.dumps(tok.system)} -%}}\n{template}"
+    # Not of Apertus 1.5, whose own template has other thoughts and tools than ours.
     if {*chat.CHAT} <= tok.special.keys() and OUTPUT not in tok.special and not tok.chat_problem:
         settings["chat_template"] = template
     return {"tokenizer.json": content, "tokenizer_config.json": settings}

@@ -3,7 +3,7 @@ All documents together, in the order of the input: duplicates, training or valid
 does it for all machines (corpus/stages.py), since each document is compared with all others.
 
     work      a run of prepare.py (corpus/stages.py: Work); group: parts of files that are sifted as one piece
-    row       of the ledger, a document; its reason is "" if it is kept
+    row       of the ledger, a document; its reason is "" if it is kept, its column text a fingerprint of the text
     stream    of documents in the order of training: 2 * number of the source, + 1 for validation
     band      a key of near-duplicates: equal keys, similar texts
 
@@ -76,8 +76,8 @@ def names_of_sources(rows, source_by, planted):
 
 def plant(work):
     """
-    Write the copies of the planted passages as a group of its own. Returns its rows. Each copy has its own place in the
-    order of training, so that they are spread.
+    Write each planted passage once, as a group of its own. Returns a row for each of its copies, which have the same
+    text and places of their own in the order of training, so that they are spread.
     """
     rows, same = [], dict(source="probes", language="", license="", reason="", group=PLANTED, bytes=0, text=0)
     path = work.sifted(PLANTED)

@@ -79,7 +79,7 @@ class Document:
 def walk(docs, rules, top):
     """
     Send a batch of documents through the rules, from top to bottom. The first rule that a document breaks is the reason
-    of its removal, and no later rule looks at it. Duplicates are found later, among all documents (stages.judge).
+    of its removal, and no later rule looks at it. Duplicates are found later, among all documents (corpus/judge.py).
 
     top: (field, {language: lowest score of its best share}), or None.
     """

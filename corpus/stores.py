@@ -12,7 +12,8 @@ stays unknown. Each file may be compressed, as .gz or .zst. Other files of a fol
 
 Different files of one site are its snapshots. A page is removed if any of them refuses it, because written bans vanish
 from robots.txt while hosts block crawlers instead. With snapshots="last" only the newest counts, as for Apertus, which
-read the files of January 2025. The licences of a site are several files, each with snapshots of its own.
+read the files of January 2025; files of a folder have no date, so the last one by name is the newest. The licences of a
+site are several files, each with snapshots of its own.
 """
 
 import os
@@ -118,7 +119,7 @@ def open_robots(path, snapshots="any"):
     ignored = {}
     rows = hosts_files(path, {"robots.txt"}, [("content", "robots")], ["file"], ignored)
     store = Store(((site, content, age) for site, _, content, age in rows), snapshots, ignored)
-    store.ignored = ignored
+    store.ignored = ignored                                # it was empty before the rows were read
     if not store:
         raise ValueError(f"{path}: no robots.txt in it; want *{', *'.join(ROWS)} with rows of domain, content, or a "
                          f"folder of HOST.txt, HOST/robots.txt{not_read(ignored)}")
@@ -187,6 +188,7 @@ def hosts_files(path, meant, columns, wrong, ignored):
         name = os.path.relpath(file, path)
         if file.lower().endswith(ROWS):
             names = ("domain", "host"), *columns
+            # others: the name of the file, if `columns` asks for it
             for domain, content, *others, date in rows_of(file, *names, errors="replace", wrong=wrong, last="date"):
                 domain, site = as_text(domain), site_of(as_text(domain))
                 if not site:
@@ -196,7 +198,8 @@ def hosts_files(path, meant, columns, wrong, ignored):
             site, inside = place_of(name)
             with in_one_line(file):
                 content = open_bytes(dict(path=file)).read() if site and is_meant(inside, meant) else None
-            if content is None or inside not in meant and b"rsl" not in content.lower():
+            # An .xml of another name counts if it speaks of RSL.
+            if content is None or (inside not in meant and b"rsl" not in content.lower()):
                 ignored.setdefault(ending(name), []).append(name)
             else:
                 yield site, inside, content, ""
