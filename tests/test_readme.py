@@ -171,6 +171,7 @@ def test_the_numbers_that_pages_quote_stand_in_committed_tables():
 LONGER = {  # words
     "README.md": 900,
     "tests/README.md": 900,
+    "docs/code.md": 800,
     "docs/data.md": 900,
     "docs/decisions.md": 2_400,
     "docs/learn.md": 750,
