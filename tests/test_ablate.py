@@ -180,7 +180,7 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
     assert calls == ["train"] * 8
     [results] = tmp_path.glob("gelu-relu2-*")
     assert set(os.listdir(results)) == {"runs.jsonl", "table.md", "plot.png", "curves.png"}
-    assert "2 seeds, " in done.stdout and "8/8" in done.stderr
+    assert "2 seeds, " in done.stdout
     assert "learning rate that was tried, so a better one may lie beyond" in done.stdout
     assert done.stdout.endswith(f"wrote {results}/table.md, plot.png and curves.png\n")
     for arm in ("gelu", "relu2"):
