@@ -281,7 +281,7 @@ def cuts_differently(content):
 def normalizes(normalizer):
     """
     Whether the normalizer of a tokenizer.json changes text: it has a part of another type than Sequence or Replace, or
-    one whose pattern or content does not begin with "<".
+    one whose pattern does not begin with "<".
     """
     # That of 1.5 turns a typed <think> into a control token and deletes <answer>: here both stay text.
     return bool(re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', json.dumps(normalizer)))
