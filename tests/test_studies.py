@@ -45,7 +45,7 @@ def small(study, lab, script, args):
 @pytest.mark.slow
 @pytest.mark.parametrize("study, flags, written", table(STUDIES))
 def test_a_study_runs_to_its_page_and_picture(lab, tmp_path, monkeypatch, study, flags, written):
-    def call(path, done, script, *args, device=None):
+    def call(path, done, script, *args, device=None, root=""):
         args = small(study, lab, script, args)
         run(script, *args)
         assert Path(done).exists()
