@@ -15,9 +15,9 @@ general-purpose models, copyright chapter, measure 1.3, asks for them. Directive
 machine-readable reservations; which of these qualify is not settled, so all are honoured.)
 
     signal                 state                where it stands         what we read                  what we do not
-    Disallow               RFC 9309 (2022)      robots.txt              groups of our agents and *;   behind 500 KiB
+    Disallow               RFC 9309 (2022)      robots.txt of the port  groups of our agents and *,   behind 500 KiB
                                                                         bans before any User-agent    (counted)
-    Content-Usage,         drafts: IETF attach  robots.txt; HTTP        n for train-ai, ai-train,     search, ai-use,
+    Content-Usage,         drafts: IETF attach  robots.txt, HTTP        n for train-ai, ai-train,     search, ai-use,
     Content-Signal,        -05, vocab -08;      header                  and for tdm, ai, genai,       ai-input
     Usage-Pref             Cloudflare 2025                              train-genai, bots, all
     X-Robots-Tag,          DeviantArt 2022,     HTTP header, <meta>     noai, noimageai, noml, for    noindex, none

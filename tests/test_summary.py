@@ -1,9 +1,13 @@
 """The part of a report that the public summary of training content needs (AI Act, art. 53(1)(d)), and its files."""
 
 import csv
+import re
+import textwrap
+from pathlib import Path
 
 from corpora import fill, kept, report, text, write_lines
 
+from corpus import robots
 from corpus.hosts import registered_domain
 from corpus.report import sized
 
@@ -131,3 +135,15 @@ def test_hosts_are_those_of_the_data_and_counts_say_how_many_documents_are_kept(
     assert list(table(tmp_path / "out" / "hosts_unknown.csv", *names)) == ["absent.org"]
     assert list(table(tmp_path / "out" / "hosts_unparsable.csv", *names)) == ["page.org"]
     assert not list((tmp_path / "out").glob("hosts_[rs]*.csv"))
+
+
+def test_a_report_of_opt_outs_has_the_table_of_signals_that_docs_and_robots_py_have(tmp_path):
+    page = Path(__file__).parents[1].joinpath("docs/data.md").read_text()
+    signals = re.search(r"```\n(signal .*?)```", page, re.S)[1]
+    rows, store = pages()[:9], [dict(domain="a.site0.co.uk", content="")]
+    options = f"--robots={write_lines(tmp_path / 'store.jsonl', store)}"
+    fill(tmp_path / "data", write_lines(tmp_path / "in.jsonl", rows), options)
+    assert signals in (tmp_path / "data/report.md").read_text()
+    assert textwrap.indent(signals, "    ") in robots.__doc__
+    fill(tmp_path / "plain", tmp_path / "in.jsonl")
+    assert signals not in (tmp_path / "plain/report.md").read_text()
