@@ -20,14 +20,13 @@ import os
 
 import numpy as np
 
-from chat import DATE, FORMS, conversation, describe_dropped, learnable, unread_keys
+from chat import DATE, conversation, describe_dropped, learnable, unread_keys
 from corpus import readers
 from data import Stream
 from engine import checkpoint
 from engine.files import sha256_of, write_flushed
 from posttrain import common
 
-COLUMNS = {"input", "history", "system", "tools", "thinking", "label"}.union(*FORMS)
 LEARNT = np.uint32(1 << 31)     # the top bit of an id: set if the assistant produces the token, so that it is learnt
 
 
@@ -52,14 +51,14 @@ def source_files(source):
     return files
 
 
-def numbered_rows(file, part, columns=COLUMNS):
+def numbered_rows(file, part):
     """
-    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3". columns: of parquet; () = all.
+    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3".
 
     ValueError: a line is not a JSON object, or the file is damaged. A null in parquet is a missing key.
     """
     is_parquet = readers.kind_of(file["path"]) == "parquet"
-    for n, row in readers.rows(file, part, columns):
+    for n, row in readers.rows(file, part):
         place = f"{'row' if is_parquet else 'line'} {n + 1}"
         if isinstance(row, str):
             raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is incomplete "
@@ -76,12 +75,12 @@ def without_nulls(value):
     return value
 
 
-def first_rows(source, n, columns=COLUMNS):
-    """(place, row) of the first n rows of a source, or of all if n is None; columns: as in numbered_rows()."""
+def first_rows(source, n):
+    """(place, row) of the first n rows of a source, or of all if n is None."""
     rows = (row
             for file in source_files(source)
             for part in readers.parts_of(file)
-            for row in numbered_rows(file, part, columns))
+            for row in numbered_rows(file, part))
     return itertools.islice(rows, n)
 
 
@@ -146,9 +145,14 @@ def notes_of(parts):
     for part in distinct:
         for words, (count, place) in part.get("counts", {}).items():
             add_count(counts, words, count, place)
-    notes = [f"{count} of {n} conversations {words} (first in {place})" for words, (count, place) in counts.items()]
+    notes = describe_counts(counts, n, "conversations")
     repeated = len(hashes) - len(np.unique(np.array(hashes, np.uint64)))
     return notes + [f"{repeated} of {n} conversations repeat another"] * (repeated > 0)
+
+
+def describe_counts(counts, n, items):
+    """A line for each entry of counts, {words: (how many, the place of the first)}. n: of all items; items: plural."""
+    return [f"{count} of {n} {items} {words} (first in {place})" for words, (count, place) in counts.items()]
 
 
 def add_count(counts, words, count, place):
@@ -224,8 +228,8 @@ def tokenize_part(folder, tok, max_length, too_long, name, file, part):
         hashes.append(row_hash(row))
         if is_cut:
             add_count(counts, f"are cut at max_length={max_length} tokens", 1, place)
-        for key in sorted(unread_keys(row)):
-            add_count(counts, f"have the key {key!r} in a message, which is not read", 1, place)
+        for phrase in sorted(unread_keys(row)):
+            add_count(counts, f"have {phrase}, which is not read", 1, place)
     tokens = np.concatenate([np.zeros(0, np.uint32), *tokens])
     content = io.BytesIO()
     np.save(content, tokens)

@@ -15,13 +15,25 @@ import itertools
 import math
 import os
 
-from chat import OddRow, as_prompt, conversation, describe_dropped, has_thoughts, learnable, prompt_ids
-from posttrain.conversations import first_rows, sources_of
+from chat import (
+    BESIDE,
+    OddRow,
+    as_prompt,
+    conversation,
+    describe_dropped,
+    has_thoughts,
+    is_filled,
+    learnable,
+    prompt_ids,
+    unread_of_messages,
+)
+from posttrain.conversations import add_count, describe_counts, first_rows, sources_of
 from posttrain.references import Prompt, read_prompts
 
 PAIR = {"chosen", "rejected"}
 # Columns that tell how good an answer is.
 JUDGED = {"completion", "completions", "rewards", "ref_rewards", *PAIR}
+READ = {"messages", "prompt"} | BESIDE | JUDGED
 
 
 def read_data(tok, settings):
@@ -30,8 +42,12 @@ def read_data(tok, settings):
 
     settings: of posttrain/qrpo.py, a dict. ValueError: no row can be used, or a column would be ignored.
     """
-    rows = itertools.chain(*(first_rows(source, None, ()) for source in sources_of(settings["data"])))
-    _, first = next(rows, ("", {}))
+    rows = itertools.chain(*(first_rows(source, None) for source in sources_of(settings["data"])))
+    place, first = next(rows, ("", {}))
+    if place and not settings["rewards"] and not (PAIR | {"ref_rewards"}) & first.keys():
+        raise ValueError(f"{settings['data']}, {place}: a prompt without rewards, from which nothing can be learnt: name "
+                         "a function that scores answers, --rewards=FILE.py, or give each row ref_rewards, or chosen "
+                         "and rejected with --loss=dpo")
     if PAIR & first.keys():
         check_pair_settings(settings)
         prompts, dropped = read_pairs(tok, settings["data"])
@@ -61,6 +77,24 @@ def check_pair_settings(settings):
                          "chosen and rejected answers without them: leave pairs and ties out")
 
 
+def count_unread(prompts, rewards):
+    """
+    Lines that count keys of rows and messages that are not read. rewards: the setting; a function of the user gets the
+    whole row.
+    """
+    counts = {}
+    for prompt in prompts:
+        phrases = set()
+        for key in ("messages", *sorted(PAIR)):
+            if isinstance(prompt.row.get(key), list):
+                phrases |= unread_of_messages(prompt.row[key])
+        if not rewards:
+            phrases |= {f"the key {key!r}" for key, value in prompt.row.items() if key not in READ and is_filled(value)}
+        for phrase in sorted(phrases):
+            add_count(counts, f"have {phrase}, which is not read", 1, prompt.place)
+    return describe_counts(counts, len(prompts), "prompts")
+
+
 def count_repeated(prompts):
     """A list with a line that counts prompts that repeat another with its given completions; empty if none does."""
     repeated = len(prompts) - len({repr((prompt.ids, prompt.given)) for prompt in prompts})
@@ -70,7 +104,7 @@ def count_repeated(prompts):
 def read_pairs(tok, data):
     """The pairs of --data as Prompts whose given completions are the chosen and the rejected one; and other rows."""
     prompts, dropped = [], []
-    for place, row in itertools.chain(*(first_rows(source, None, ()) for source in sources_of(data))):
+    for place, row in itertools.chain(*(first_rows(source, None) for source in sources_of(data))):
         result = pair_ids(tok, row)
         if isinstance(result, str):
             dropped.append((result, place))

@@ -2,9 +2,11 @@
 --rewards of posttrain/qrpo.py and evaluate.py: a function of the user, or a judge with a charter.
 
     FILE.py[:name]           reward(prompt, completion) -> a number. prompt: the text of the last user message; a third
-                             argument gets the whole row of the data, which may hold a gold answer.
+                             argument gets the whole row of the data, which may hold a gold answer; **columns get its
+                             columns by name.
                              Or rewards(row, completions) -> a list, which sees all completions of a prompt; it is
-                             recognised by its argument `completions`.
+                             recognised by its second argument, `completions`.
+                             Or TRL's reward(prompts, completions, **columns) -> a list: as_trl().
     charter:MODEL[,FILE]     posttrain/judge.py: the ranks that MODEL gives by the principles in FILE
 
 load_reward() makes one function of either: score(row, completions) -> a number for each completion of one prompt.
@@ -18,7 +20,7 @@ import os
 import runpy
 import sys
 
-from chat import content_of
+from chat import as_prompt, content_of
 from configurator import ROOT
 from engine.files import in_one_line, read_text
 from posttrain.judge import Charter, charter_hash, hash_of, parse_spec
@@ -31,7 +33,12 @@ def load_reward(spec, device):
         return Charter(*parse_spec(name), device)
     function = load_function(path, name, spec)
     signature = inspect.signature(function)
+    if is_trls(signature.parameters):
+        return as_trl(function)
     if "completions" in signature.parameters:
+        if [*signature.parameters].index("completions") != 1:
+            raise ValueError(f"--rewards={spec}: {signature}: want (row, completions), or TRL's (prompts, completions, "
+                             "**columns)")
         return function
     try:
         signature.bind("prompt", "completion", "row")
@@ -42,8 +49,44 @@ def load_reward(spec, device):
     def score_one_by_one(row, completions):
         prompt = content_of(row["messages"][-1])
         last = [row] if takes_row else []
-        return [function(prompt, completion, *last) for completion in completions]
+        columns = columns_of(row) if takes_columns(signature.parameters) else {}
+        return [function(prompt, completion, *last, **columns) for completion in completions]
     return score_one_by_one
+
+
+def is_trls(parameters):
+    """Whether a function has the arguments of a reward of TRL: `completions`, and `prompts` or columns by their name."""
+    others = "prompts" in parameters or takes_columns(parameters)
+    return "completions" in parameters and others and "row" not in parameters
+
+
+def takes_columns(parameters):
+    """Whether a function takes any argument by name: **kwargs."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def columns_of(row):
+    """The columns of a row but for the prompt and the completions, which have arguments of their own."""
+    own = {"prompt", "prompts", "messages", "completion", "completions"}
+    return {key: value for key, value in row.items() if key not in own}
+
+
+def as_trl(function):
+    """
+    score(row, completions) of a reward of TRL, which gets lists of one entry per completion, by name: prompts and
+    completions, and each other column of the data. They are texts if the row's prompt is one, else lists of messages.
+    Source: TRL's documentation, GRPO Trainer, "Using a custom reward function". completion_ids, trainer_state and what
+    else only a trainer has are not given: a function that reads them raises an error.
+    """
+    def score(row, completions):
+        columns = {key: [value] * len(completions) for key, value in columns_of(row).items()}
+        prompt = row["messages"]
+        if prompt == as_prompt(dict(prompt=row.get("prompt")))["messages"]:
+            prompt = row["prompt"]
+        if not isinstance(prompt, str):
+            completions = [[dict(role="assistant", content=text)] for text in completions]
+        return function(prompts=[prompt] * len(completions), completions=completions, **columns)
+    return score
 
 
 def load_function(path, name, spec):

@@ -41,6 +41,36 @@ def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
     assert chat.learnable(TOK, json.loads(row), 600) == want
 
 
+ASKED = dict(role="user", content="a")
+SYSTEM = dict(role="system", content="s")
+UNREAD = [
+    ({}, []),
+    (dict(system="s", tools=[], label=True, id=3, functions=None, thinking=False), []),
+    (dict(functions=[dict(name="f")], reasoning="r", weight=0), ["functions", "reasoning", "weight"]),
+    (dict(label=3, train=False, input="i", prompt="p"), ["input", "label", "prompt", "train"]),
+    (
+        dict(messages=[SYSTEM, ASKED, dict(role="assistant", content="b")], system="t"),
+        ["system' beside a system message"],
+    ),
+    (dict(messages=[SYSTEM, ASKED, dict(role="assistant", content="b")], system="s"), []),
+    (
+        dict(messages=[ASKED, dict(role="assistant", content="b", mood="glad", name="x", tags=[])]),
+        ["mood' in a message"],
+    ),
+]
+
+
+@pytest.mark.parametrize("more, keys", UNREAD)
+def test_what_a_row_holds_and_nobody_reads_is_named(more, keys):
+    row = dict(messages=[ASKED, dict(role="assistant", content="b")]) | more
+    assert sorted(chat.unread_keys(row)) == [f"the key '{key}" if " " in key else f"the key '{key}'" for key in keys]
+
+
+def test_history_and_input_are_read_in_alpacas_form_alone():
+    row = dict(instruction="a", output="b", input="c", history=[["d", "e"]], topic="t")
+    assert chat.unread_keys(row) == {"the key 'topic'"}
+
+
 def with_odd_values(value):
     """The value (a copy of JSON) with an odd value in one place, for each of its places and some odd values."""
     yield from (5, "\ud83d", ["x"], {"a": 1})

@@ -243,11 +243,27 @@ def test_a_pair_is_read_in_each_form_of_trl_and_of_the_hub(tmp_path, row):
         (dict(prompt=[QUESTION, BETTER]), "its last message is not the user's"),
         (dict(chosen=[user("why?"), BETTER], rejected=[user("how?"), WORSE]), "prompt: another than"),
         (dict(prompt=5), "prompt: want a text or a list of messages"),
+        (dict(chosen=[BETTER | dict(train=False)]), "chosen: no word to learn: each answer has weight 0"),
+        (dict(rejected=[WORSE | dict(weight=0)]), "rejected: no word to learn: each answer has weight 0"),
     ],
 )
 def test_what_is_no_pair_is_left_out_for_a_reason(changes, reason):
     row = dict(prompt=[QUESTION], chosen=[BETTER], rejected=[WORSE])
     assert pairs.pair_ids(TOK, row | changes).startswith(reason)
+
+
+def test_what_a_pair_or_a_prompt_holds_and_nobody_reads_is_counted_by_key(tmp_path):
+    """A function of the user gets all columns of a row, so that only keys of messages are counted."""
+    pair = dict(prompt=[QUESTION], chosen=[BETTER | dict(mood="glad")], rejected=[WORSE], score_chosen=9.0, id=5)
+    write_rows(tmp_path / "data.jsonl", [pair, pair | dict(source="web", score_chosen=None)])
+    settings = settings_in(vars(qrpo)) | dict(data=f"{tmp_path}/data.jsonl", loss="dpo")
+    prompts, _ = pairs.read_data(TOK, settings)
+    of_messages, *of_rows = [
+        f"{count} of 2 prompts have the key {key}, which is not read (first in line {line})"
+        for count, key, line in ((2, "'mood' in a message", 1), (1, "'score_chosen'", 1), (1, "'source'", 2))
+    ]
+    assert pairs.count_unread(prompts, "") == [of_messages, *of_rows]
+    assert pairs.count_unread(prompts, "reward.py") == [of_messages]
 
 
 def test_thoughts_of_one_answer_open_the_deliberation_of_both():
@@ -376,15 +392,41 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
     [
         ("reward(prompt, completion)", "f'{prompt}|{completion}'", ["second|yes", "second|a"]),
         ("reward(prompt, completion, row=None)", "row['gold']", [7, 7]),
+        ("reward(prompt, completion, **columns)", "columns", [dict(gold=7)] * 2),
         ("rewards(row, completions)", "[row['gold'], *completions]", [7, "yes", "a"]),
+        (
+            "reward(prompts, completions, **kwargs)",
+            "zip((prompt[0]['content'] for prompt in prompts), completions, kwargs['gold'])",
+            [("first", [assistant("yes")], 7), ("first", [assistant("a")], 7)],
+        ),
+        (
+            "reward(completions, gold, **kwargs)",
+            "zip([c[0]['content'] for c in completions], gold)",
+            [("yes", 7), ("a", 7)],
+        ),
     ],
 )
 def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want):
-    """reward() gets the last question and the answer; rewards() the row and all answers."""
+    """
+    reward() gets the last question and the answer; rewards() the row and all answers. Functions of TRL's page on GRPO
+    get lists: of conversations, of their answers as messages, and of each other column of the data.
+    """
     (tmp_path / "r.py").write_text(f"def {signature}:\n    return {body}\n")
     parts = [dict(type="text", text=part) for part in ("sec", "ond")]
     row = chat_row(user("first"), assistant("x"), user(parts), gold=7)
     assert list(rewards.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
+
+
+def test_trls_reward_gets_texts_of_a_prompt_that_is_a_text_and_another_signature_is_an_error(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def reward(prompts, completions, **columns):\n    return prompts, completions, columns\n"
+    )
+    row = chat.as_prompt(dict(prompt="q", gold=7))
+    score = rewards.load_reward(f"{tmp_path}/r.py", "cpu")
+    assert score(row, ["yes", "a"]) == (["q", "q"], ["yes", "a"], dict(gold=[7, 7]))
+    (tmp_path / "r.py").write_text("def reward(completions, gold):\n    return gold\n")
+    with pytest.raises(ValueError, match=r"\(completions, gold\): want \(row, completions\), or TRL's"):
+        rewards.load_reward(f"{tmp_path}/r.py", "cpu")
 
 
 def test_a_reward_imports_the_modules_beside_it_but_none_with_a_name_of_ours(tmp_path):

@@ -141,11 +141,12 @@ def test_the_user_reads_what_is_cut_repeated_and_not_read_and_that_the_start_has
 
 def test_show_prints_bytes_as_text_and_what_is_learnt_in_green(lab, tmp_path):
     """Without the default system message."""
-    own = chat_row(SYSTEM, user("hi"), assistant("hör\nzu"))
+    own = chat_row(SYSTEM, user("hi"), assistant("hör\nzu"), functions=["f"])
     write_rows(tmp_path / "rows.jsonl", [chat_row(user("a")), own, chat_row(user("q"), assistant("x"))])
     said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--show")
     line = "<|user_start|>hi<|user_end|><|assistant_start|>\x1b[0m·\x1b[32mhör⏎zu<|assistant_end|>\x1b[0m\n"
-    assert f"{line}8 of 69 " in said and "line 1 is left out: no assistant turn\n" in said
+    assert f"{line}8 of 69 tokens are learnt (green)\nthe key 'functions' is not read\n" in said
+    assert "line 1 is left out: no assistant turn\n" in said
     begins, learnt = said.splitlines()[-3:-1]
     assert begins.startswith("\x1b[90m<|user_start|>q") and ", is not shown" in learnt
 
