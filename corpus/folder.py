@@ -115,6 +115,8 @@ def check_replaceable(out, final, tmp, inputs):
             raise ValueError(f"{out} is or holds {path}, an input, and would be replaced: choose another folder")
         if final.is_relative_to(real):
             raise ValueError(f"{out} lies in {path}, an input: choose a folder outside it")
+    if os.path.lexists(final) and not final.is_dir():
+        raise ValueError(f"{out} is a file: name a folder, which prepare.py makes")
     if os.path.ismount(final):
         raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
     if os.path.lexists(tmp) and not (tmp.is_dir() and (LOCK in os.listdir(tmp) or not os.listdir(tmp))):
@@ -136,6 +138,11 @@ def foreign_entry(folder):
         if "report.json" in entries:
             written = WRITTEN | shards
     return next((name for name in entries if name not in written), None)
+
+
+def is_prepared(folder):
+    """Whether prepare.py wrote this folder."""
+    return all(os.path.isfile(f"{folder}/{name}") for name in ("meta.json", "report.json", "documents.parquet"))
 
 
 def publish(final, tmp):

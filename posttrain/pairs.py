@@ -45,9 +45,9 @@ def read_data(tok, settings):
     rows = itertools.chain(*(first_rows(source, None) for source in sources_of(settings["data"])))
     place, first = next(rows, ("", {}))
     if place and not settings["rewards"] and not (PAIR | {"ref_rewards"}) & first.keys():
-        raise ValueError(f"{settings['data']}, {place}: a prompt without rewards, from which nothing can be learnt: name "
-                         "a function that scores answers, --rewards=FILE.py, or give each row ref_rewards, or chosen "
-                         "and rejected with --loss=dpo")
+        raise ValueError(f"{settings['data']}, {place}: a prompt without rewards, from which nothing can be learnt: "
+                         "name a function that scores answers, --rewards=FILE.py, or give each row ref_rewards, or "
+                         "chosen and rejected with --loss=dpo")
     if PAIR & first.keys():
         check_pair_settings(settings)
         prompts, dropped = read_pairs(tok, settings["data"])

@@ -55,7 +55,7 @@ def load_reward(spec, device):
 
 
 def is_trls(parameters):
-    """Whether a function has the arguments of a reward of TRL: `completions`, and `prompts` or columns by their name."""
+    """Whether a function has the arguments of a reward of TRL: `completions`, and `prompts` or columns by name."""
     others = "prompts" in parameters or takes_columns(parameters)
     return "completions" in parameters and others and "row" not in parameters
 

@@ -174,9 +174,9 @@ def ended(folder):
 def test_answers_end_with_trained_rows_and_do_not_without(lab, starts, tmp_path, monkeypatch):
     start = f"--init_from={starts / 'parallel'}"
     printed = tune(lab, tmp_path / "with", *ADAPTERS, start)
-    assert f"{starts / 'parallel'} has never used the chat's 12 control tokens: their rows in embedding" in printed
+    assert f"{starts / 'parallel'} has hardly learnt the chat's 12 control tokens: their rows in embedding" in printed
     monkeypatch.setattr(rows, "USED", 0)
-    assert "never used" not in tune(lab, tmp_path / "without", *ADAPTERS, start)
+    assert "hardly learnt" not in tune(lab, tmp_path / "without", *ADAPTERS, start)
     assert (ended(tmp_path / "with"), ended(tmp_path / "without")) == (6, 0)
 
 

@@ -1,5 +1,7 @@
 """sample.py and its conversations: the same tokens as without a cache, and a user's commands."""
 
+import shutil
+
 import pytest
 import torch
 from lab import run
@@ -123,3 +125,22 @@ def test_an_answer_that_breaks_off_is_saved_so_that_nothing_learns_to_break_off_
     ids, mask = chat.render(TOK, row)
     assert row["messages"][-1]["content"] == "broken"
     assert [i for i, is_learnt in zip(ids, mask) if is_learnt] == ids_of("whole", "@assistant_end")
+
+
+def test_what_a_model_lacks_for_a_chat_and_that_its_run_has_not_ended_is_said_once(lab, tmp_path):
+    """On stderr: the text is for other programs. SFT taught lab/sft the chat format."""
+    unfinished = shutil.copytree(lab / "pretrained", tmp_path / "run")
+    (unfinished / "summary.json").unlink()
+    lines = {}
+    for folder in (unfinished, lab / "hf", lab / "sft", lab / "adapted"):
+        for flags in ([], ["--chat"]):
+            done = run("sample.py", f"--init_from={folder}", "--max_new_tokens=2", "--device=cpu", *flags, stdin="\n")
+            lines[folder.name, *flags] = done.stderr
+    ended = f"{unfinished} has not ended: its newest checkpoint is read\n"
+    warnings = {
+        name: f"warning: {folder} has hardly learnt the chat format"
+        for name, folder in (("run", unfinished), ("hf", lab / "hf"))
+    }
+    assert lines["run",] == ended and lines["run", "--chat"].startswith(ended + warnings["run"])
+    assert lines["hf", "--chat"].startswith(warnings["hf"]) and lines["hf", "--chat"].count("\n") == 1
+    assert [lines["hf",], *(lines[key] for key in lines if key[0] in ("sft", "adapted"))] == [""] * 5

@@ -392,6 +392,14 @@ CANNOT = [
 ]
 
 
+def test_a_cosine_ends_as_planned_since_its_rate_would_jump(data, runs):
+    """And its end says so, where that of a WSD says how to train longer."""
+    flags = "--schedule=cosine", "--total_samples=64"
+    run, resumed = runs(*flags), ("--resume", *flags)
+    refused(ran(data, run, *resumed, "--total_samples=128"), "other settings: total_samples 64 -> 128")
+    refused(ran(data, run, *resumed), f"all 8 steps are done; begin another with its weights, --init_from={run}")
+
+
 @pytest.mark.parametrize("args, words", CANNOT)
 def test_a_run_that_cannot_be_longer_is_an_error_and_nothing_is_moved(data, runs, tmp_path, args, words):
     run = killed_after(runs(), tmp_path / "run", 20)

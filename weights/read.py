@@ -12,11 +12,13 @@ Safetensors and JSON are read, and no code of a repository is run.
 from engine.hardware import pick_device, pick_dtype
 
 # isort: split
+import sys
+
 import torch
 
 from engine import restore
 from engine.files import in_one_line
-from engine.runs import settings_of
+from engine.runs import is_unfinished, settings_of
 from tokenizer import load_for
 from weights.folders import folder_of, has_adapter, shape_in, weights_in
 from weights.hashes import check_start, weights_hash
@@ -94,10 +96,15 @@ def load_adapted(folder, adapters, device, dtype, base):
 
 
 def load_for_inference(name, device, dtype, base=""):
-    """load_any() to generate or evaluate. device, dtype: by name, or "auto", the dtype of the weights, bf16 on CUDA."""
+    """
+    load_any() to generate or evaluate; a line on stderr says that a run has not ended. device, dtype: by name, or
+    "auto", the dtype of the weights, bf16 on CUDA.
+    """
     device = pick_device(device)
     weight_dtype = torch.bfloat16 if "cuda" in device else None
     if dtype != "auto":
         weight_dtype = pick_dtype(dtype, device)
     model, tok = load_any(name, device, weight_dtype, base)
+    if is_unfinished(name):
+        print(f"{name} has not ended: its newest checkpoint is read", file=sys.stderr)
     return model.eval(), tok

@@ -5,7 +5,7 @@ Trained rows of a frozen embedding and head, beside adapters (weights/lora.py).
 
 Pretraining never uses the chat's control tokens, so that their rows become nearly parallel (cosine 0.98 after 4.3M
 tokens). While they are frozen, adapters can hardly tell them apart: with --lora_r=16 38 of 59 answers ended, with
-trained rows 58. So SFT and QRPO train these rows as well if the start model has never used them (unused_chat_rows()).
+trained rows 58. So SFT and QRPO train these rows as well if the start model has hardly learnt them: unused_chat_rows().
 
 A row begins with the start model's values, and the whole row is stored, not its change. A tied model has them once.
 """
@@ -26,19 +26,24 @@ from weights.stored import StoredWeights, meta_model
 USED = 1.5
 
 
-def unused_chat_rows(path, shape, tok):
+def has_learnt_chat(head, tok):
     """
-    The ids of the chat's control tokens if a model has never learnt to end an answer, else [].
+    Whether a model has learnt to end an answer. A short SFT may not be enough: 29 steps were not.
 
     All rows of a head that were never a target have moved in the same way since their initial values. So they are
-    equally far from their middle, however long the model was trained. path: of its weights; shape: ApertusConfig.
+    equally far from their middle, however long the model was trained. head: its matrix (V, C).
     """
-    name = "model.embed_tokens.weight" if shape.tie_embeddings else "lm_head.weight"
-    head = StoredWeights(path, meta_model(shape)).read(name)
     rows = head[list(tok.special.values())].float()
     distances = (rows - rows.median(0).values).norm(dim=1)
     end = distances[list(tok.special).index("<|assistant_end|>")]
-    return [] if end > USED * distances.median() else [tok.special[name] for name in CHAT]
+    return bool(end > USED * distances.median())
+
+
+def unused_chat_rows(path, shape, tok):
+    """The ids of the chat's control tokens if a model has not learnt them, else []. path: of its weights."""
+    name = "model.embed_tokens.weight" if shape.tie_embeddings else "lm_head.weight"
+    head = StoredWeights(path, meta_model(shape)).read(name)
+    return [] if has_learnt_chat(head, tok) else [tok.special[name] for name in CHAT]
 
 
 @functools.cache
