@@ -132,6 +132,9 @@ def checked_files(data, ranks):
             raise ValueError(f"{file['path']}: {file['problem']}")
     if not any(file["bytes"] for file in checked):
         raise ValueError(f"{data}: {describe_dropped([], 0, 'conversations')}")
+    for file in checked:
+        if ranks.is_main and not file["bytes"]:
+            print(f"{file['path']} is empty")
     return checked
 
 

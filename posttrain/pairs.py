@@ -90,9 +90,19 @@ def count_unread(prompts, rewards):
                 phrases |= unread_of_messages(prompt.row[key])
         if not rewards:
             phrases |= {f"the key {key!r}" for key, value in prompt.row.items() if key not in READ and is_filled(value)}
+        if is_filled(prompt.row.get("prompt")) and not is_in_messages(prompt.row):
+            phrases.add("the key 'prompt' beside other messages")
         for phrase in sorted(phrases):
             add_count(counts, f"have {phrase}, which is not read", 1, prompt.place)
     return describe_counts(counts, len(prompts), "prompts")
+
+
+def is_in_messages(row):
+    """Whether the prompt of a row is what its messages hold, all or one of them. True without messages."""
+    messages = row.get("messages")
+    if not isinstance(messages, list):
+        return True
+    return row["prompt"] == messages or row["prompt"] in [message.get("content") for message in messages]
 
 
 def count_repeated(prompts):

@@ -192,6 +192,13 @@ def test_several_sources_are_one_after_the_other_and_one_may_come_twice(tmp_path
     assert everything(found) == rendered(rows_like(3) * 2 + rows_like(9)[-5:])
 
 
+def test_an_empty_file_among_others_is_said(tmp_path, capsys):
+    write_rows(tmp_path / "a.jsonl", rows_like(3))
+    (tmp_path / "b.jsonl").touch()
+    found, *_ = read(tmp_path, f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl")
+    assert len(found) == 3 and capsys.readouterr().out == f"{tmp_path}/b.jsonl is empty\n"
+
+
 def test_a_null_of_parquet_is_a_missing_key(tmp_path):
     """Parquet gives each row the columns of all others. A source without any conversation is an error."""
     rows = [dict(row, prompt=None, completion=None) for row in rows_like(4)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -193,6 +194,14 @@ def test_the_loss_of_conversations_is_that_of_transformers_over_what_the_assista
     metrics = ["loss", "bits/byte", f"bits/byte above {lab}/hf"]
     assert [(row["metric"], row["n"]) for row in rows] == [(metric, 2) for metric in metrics]
     assert rows[0]["tokens"] == n and rows[1]["bytes"] == n_bytes
+
+
+def test_a_file_that_a_model_was_fine_tuned_on_is_said(lab, tmp_path):
+    shutil.copy(lab / "chats.jsonl", tmp_path)
+    for file, says in {lab / "chats.jsonl": True, tmp_path / "chats.jsonl": False}.items():
+        printed, _ = evaluated(tmp_path, file, f"--init_from={lab}/hf", f"--against={lab}/sft", "--limit=1")
+        assert (f"{file}: {lab}/sft was fine-tuned on it\n" in printed) == says
+        assert f"{lab}/hf was" not in printed
 
 
 def test_rewards_are_means_of_four_answers_of_each_model(lab, tmp_path):

@@ -264,6 +264,22 @@ def test_what_a_pair_or_a_prompt_holds_and_nobody_reads_is_counted_by_key(tmp_pa
     ]
     assert pairs.count_unread(prompts, "") == [of_messages, *of_rows]
     assert pairs.count_unread(prompts, "reward.py") == [of_messages]
+    same, other = (dict(prompt=text, messages=[QUESTION], chosen="a", rejected="b") for text in ("The sky is", "else"))
+    write_rows(tmp_path / "data.jsonl", [same, other])
+    prompts, _ = pairs.read_data(TOK, settings)
+    [line] = pairs.count_unread(prompts, "")
+    assert line == "1 of 2 prompts have the key 'prompt' beside other messages, which is not read (first in line 2)"
+
+
+@pytest.mark.parametrize("flags, says", [("", True), ("--length_norm=False", False)])
+def test_dpo_says_that_its_beta_is_by_the_token_where_trls_is_not(lab, tmp_path, flags, says):
+    """TRL: DPOConfig has beta=0.1."""
+    write_rows(tmp_path / "pairs.jsonl", [dict(prompt=f"{i}?", chosen="a", rejected="b") for i in range(4)])
+    how = f"--data={tmp_path}/pairs.jsonl --rewards= --loss=dpo --epochs=1 --beta=0.1 {flags}".split()
+    done = script(*aligning(lab, tmp_path / "run", *how))
+    assert done.returncode == 0, done.stderr
+    line = "beta is 0.1 / tokens of the answer; TRL's DPO has --length_norm=False --beta=0.1\n"
+    assert (line in done.stdout) == says
 
 
 def test_thoughts_of_one_answer_open_the_deliberation_of_both():
