@@ -20,13 +20,15 @@ import os
 
 import numpy as np
 
-from chat import DATE, conversation, describe_dropped, learnable, unread_keys
+from chat import ALPACA, BESIDE, DATE, FORMS, conversation, describe_dropped, learnable, unread_keys
 from corpus import readers
 from data import Stream
 from engine import checkpoint
 from engine.files import sha256_of, write_flushed
 from posttrain import common
 
+# Those of a parquet file that are read. Others may be large, or of types that Python lacks.
+COLUMNS = (BESIDE | ALPACA).union(*FORMS)
 LEARNT = np.uint32(1 << 31)     # the top bit of an id: set if the assistant produces the token, so that it is learnt
 
 
@@ -51,14 +53,14 @@ def source_files(source):
     return files
 
 
-def numbered_rows(file, part):
+def numbered_rows(file, part, columns=COLUMNS):
     """
-    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3".
+    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3". columns: of parquet; () = all.
 
     ValueError: a line is not a JSON object, or the file is damaged. A null in parquet is a missing key.
     """
     is_parquet = readers.kind_of(file["path"]) == "parquet"
-    for n, row in readers.rows(file, part):
+    for n, row in readers.rows(file, part, columns):
         place = f"{'row' if is_parquet else 'line'} {n + 1}"
         if isinstance(row, str):
             raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is incomplete "
@@ -75,12 +77,19 @@ def without_nulls(value):
     return value
 
 
-def first_rows(source, n):
-    """(place, row) of the first n rows of a source, or of all if n is None."""
+def unread_columns(file):
+    """The columns of a parquet file that are not read, in phrases for the user: a list."""
+    if readers.kind_of(file["path"]) != "parquet":
+        return []
+    return [f"the column {name!r}" for name in readers.names_of_columns(file) if name not in COLUMNS]
+
+
+def first_rows(source, n, columns=COLUMNS):
+    """(place, row) of the first n rows of a source, or of all if n is None; columns: as in numbered_rows()."""
     rows = (row
             for file in source_files(source)
             for part in readers.parts_of(file)
-            for row in numbered_rows(file, part))
+            for row in numbered_rows(file, part, columns))
     return itertools.islice(rows, n)
 
 
@@ -218,6 +227,7 @@ def tokenize_part(folder, tok, max_length, too_long, name, file, part):
     ValueError: a line is not a JSON object.
     """
     tokens, lengths, hashes, counts, dropped = [], [], [], {}, []
+    columns = unread_columns(file)
     for place, row in numbered_rows(file, part):
         place = f"{place} of {file['name']}"
         result = conversation_ids(tok, row, max_length, too_long)
@@ -231,7 +241,7 @@ def tokenize_part(folder, tok, max_length, too_long, name, file, part):
         hashes.append(row_hash(row))
         if is_cut:
             add_count(counts, f"are cut at max_length={max_length} tokens", 1, place)
-        for phrase in sorted(unread_keys(row)):
+        for phrase in [*sorted(unread_keys(row)), *columns]:
             add_count(counts, f"have {phrase}, which is not read", 1, place)
     tokens = np.concatenate([np.zeros(0, np.uint32), *tokens])
     content = io.BytesIO()

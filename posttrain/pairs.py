@@ -42,7 +42,7 @@ def read_data(tok, settings):
 
     settings: of posttrain/qrpo.py, a dict. ValueError: no row can be used, or a column would be ignored.
     """
-    rows = itertools.chain(*(first_rows(source, None) for source in sources_of(settings["data"])))
+    rows = itertools.chain(*(first_rows(source, None, ()) for source in sources_of(settings["data"])))
     place, first = next(rows, ("", {}))
     if place and not settings["rewards"] and not (PAIR | {"ref_rewards"}) & first.keys():
         raise ValueError(f"{settings['data']}, {place}: a prompt without rewards, from which nothing can be learnt: "
@@ -114,7 +114,7 @@ def count_repeated(prompts):
 def read_pairs(tok, data):
     """The pairs of --data as Prompts whose given completions are the chosen and the rejected one; and other rows."""
     prompts, dropped = [], []
-    for place, row in itertools.chain(*(first_rows(source, None) for source in sources_of(data))):
+    for place, row in itertools.chain(*(first_rows(source, None, ()) for source in sources_of(data))):
         result = pair_ids(tok, row)
         if isinstance(result, str):
             dropped.append((result, place))

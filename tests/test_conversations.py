@@ -199,6 +199,18 @@ def test_an_empty_file_among_others_is_said(tmp_path, capsys):
     assert len(found) == 3 and capsys.readouterr().out == f"{tmp_path}/b.jsonl is empty\n"
 
 
+def test_a_column_of_parquet_that_is_not_read_is_named_and_needs_no_type_of_python(tmp_path):
+    """Python has no year 33,658. The row has a key that is read in another form alone."""
+    table = pyarrow.Table.from_pylist([row | dict(input="x") for row in rows_like(3)])
+    table = table.append_column("born", pyarrow.array([10**12] * 3, pyarrow.timestamp("s")))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    found, *_ = read(tmp_path, tmp_path / "a.parquet")
+    assert found.notes == [
+        f"3 of 3 conversations have the {words}, which is not read (first in row 1 of a.parquet)"
+        for words in ("key 'input'", "column 'born'")
+    ]
+
+
 def test_a_null_of_parquet_is_a_missing_key(tmp_path):
     """Parquet gives each row the columns of all others. A source without any conversation is an error."""
     rows = [dict(row, prompt=None, completion=None) for row in rows_like(4)]

@@ -113,3 +113,9 @@ def test_a_start_from_a_run_that_has_not_ended_is_said(tmp_path):
     assert "has not ended" in runs.note_unfinished(tmp_path / "run")
     (tmp_path / "run" / "summary.json").touch()
     assert runs.note_unfinished(tmp_path / "run") == ""
+
+
+def test_resuming_a_folder_without_a_checkpoint_is_said(tmp_path, capsys):
+    """The user may have named another folder."""
+    assert restore.find_same(str(tmp_path), {}, (), 5, None) is None
+    assert capsys.readouterr().out == f"{tmp_path} has no checkpoint: a new run begins\n"
