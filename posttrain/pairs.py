@@ -84,17 +84,25 @@ def count_unread(prompts, rewards):
     """
     counts = {}
     for prompt in prompts:
-        phrases = set()
-        for key in ("messages", *sorted(PAIR)):
-            if isinstance(prompt.row.get(key), list):
-                phrases |= unread_of_messages(prompt.row[key])
+        phrases = unread_phrases(prompt.row)
         if not rewards:
             phrases |= {f"the key {key!r}" for key, value in prompt.row.items() if key not in READ and is_filled(value)}
-        if is_filled(prompt.row.get("prompt")) and not is_in_messages(prompt.row):
-            phrases.add("the key 'prompt' beside other messages")
         for phrase in sorted(phrases):
             add_count(counts, f"have {phrase}, which is not read", 1, prompt.place)
     return describe_counts(counts, len(prompts), "prompts")
+
+
+def unread_phrases(row):
+    """What the messages of a row hold that is not read, and what they displace, in phrases for the user: a set."""
+    lists = [row[key] for key in ("messages", "prompt", *sorted(PAIR)) if isinstance(row.get(key), list)]
+    messages = [message for each in lists for message in each if isinstance(message, dict)]
+    phrases = unread_of_messages(messages)
+    systems = [message.get("content") for message in messages if message.get("role") == "system"]
+    if is_filled(row.get("system")) and systems and row["system"] not in systems:
+        phrases.add("the key 'system' beside a system message")
+    if is_filled(row.get("prompt")) and not is_in_messages(row):
+        phrases.add("the key 'prompt' beside other messages")
+    return phrases
 
 
 def is_in_messages(row):

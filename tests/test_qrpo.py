@@ -264,11 +264,23 @@ def test_what_a_pair_or_a_prompt_holds_and_nobody_reads_is_counted_by_key(tmp_pa
     ]
     assert pairs.count_unread(prompts, "") == [of_messages, *of_rows]
     assert pairs.count_unread(prompts, "reward.py") == [of_messages]
-    same, other = (dict(prompt=text, messages=[QUESTION], chosen="a", rejected="b") for text in ("The sky is", "else"))
-    write_rows(tmp_path / "data.jsonl", [same, other])
+
+
+def test_a_prompt_or_a_system_message_that_loses_against_messages_is_counted(tmp_path):
+    asked = [dict(role="system", content="s"), QUESTION | dict(mood="sad")]
+    same = dict(prompt="The sky is", messages=asked, system="s", chosen="a", rejected="b")
+    third = dict(prompt=asked, system="t", chosen="a", rejected="b")
+    write_rows(tmp_path / "data.jsonl", [same, same | dict(prompt="else"), third])
+    settings = settings_in(vars(qrpo)) | dict(data=f"{tmp_path}/data.jsonl", loss="dpo")
     prompts, _ = pairs.read_data(TOK, settings)
-    [line] = pairs.count_unread(prompts, "")
-    assert line == "1 of 2 prompts have the key 'prompt' beside other messages, which is not read (first in line 2)"
+    assert pairs.count_unread(prompts, "") == [
+        f"{count} of 3 prompts have the key {key}, which is not read (first in line {line})"
+        for count, key, line in (
+            (3, "'mood' in a message", 1),
+            (1, "'prompt' beside other messages", 2),
+            (1, "'system' beside a system message", 3),
+        )
+    ]
 
 
 @pytest.mark.parametrize("flags, says", [("", True), ("--length_norm=False", False)])
