@@ -141,9 +141,6 @@ def checked_files(data, ranks):
             raise ValueError(f"{file['path']}: {file['problem']}")
     if not any(file["bytes"] for file in checked):
         raise ValueError(f"{data}: {describe_dropped([], 0, 'conversations')}")
-    for file in checked:
-        if ranks.is_main and not file["bytes"]:
-            print(f"{file['path']} is empty")
     return checked
 
 
@@ -190,10 +187,19 @@ def tokenize_data(folder, tok, data, max_length, ranks, too_long="drop"):
     names = [name for name, *_ in parts]
     entries = common.cached([f"{folder}/{name}.npy.json" for name in names], ranks, "tokenizing",
                             lambda k: tokenize_part(folder, tok, max_length, too_long, *parts[k]))
+    if ranks.is_main:
+        print_empty([file for _, file, _ in parts], entries)
     dropped = [row for entry in entries for row in entry.pop("bad")]
     if not any(entry["lengths"] for entry in entries):
         raise ValueError(f"{data}: {describe_dropped(dropped, 0, 'conversations')}")
     return Conversations(folder, entries), dropped, sha256_of(names)
+
+
+def print_empty(files, entries):
+    """Print which of the files have no row. files: of each entry that tokenize_part() returned."""
+    for file, entry in zip(files, entries):
+        if not entry["lengths"] and not entry["bad"]:
+            print(f"{file['path']} is empty")
 
 
 def row_hash(row):

@@ -1,5 +1,6 @@
 """posttrain/conversations.py: rows of any form, files of any kind, several of them, and the rows that are left out."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -193,10 +194,13 @@ def test_several_sources_are_one_after_the_other_and_one_may_come_twice(tmp_path
 
 
 def test_an_empty_file_among_others_is_said(tmp_path, capsys):
+    """Also one whose archive has bytes."""
     write_rows(tmp_path / "a.jsonl", rows_like(3))
     (tmp_path / "b.jsonl").touch()
-    found, *_ = read(tmp_path, f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl")
-    assert len(found) == 3 and capsys.readouterr().out == f"{tmp_path}/b.jsonl is empty\n"
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b""))
+    found, *_ = read(tmp_path, ",".join(f"{tmp_path}/{name}" for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")))
+    assert len(found) == 3
+    assert capsys.readouterr().out == f"{tmp_path}/b.jsonl is empty\n{tmp_path}/c.jsonl.gz is empty\n"
 
 
 def test_a_column_of_parquet_that_is_not_read_is_named_and_needs_no_type_of_python(tmp_path):
