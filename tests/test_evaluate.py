@@ -196,6 +196,16 @@ def test_the_loss_of_conversations_is_that_of_transformers_over_what_the_assista
     assert rows[0]["tokens"] == n and rows[1]["bytes"] == n_bytes
 
 
+def test_a_conversation_beside_a_text_is_counted_since_the_text_is_scored(lab, tmp_path):
+    write_rows(
+        tmp_path / "rows.jsonl",
+        [dict(text="a", prompt="b", completion="c"), dict(text="d", messages=[]), dict(text="e")],
+    )
+    printed, rows = evaluated(tmp_path, tmp_path / "rows.jsonl", f"--init_from={lab}/hf")
+    assert f"{tmp_path}/rows.jsonl: 2 of 3 rows have a conversation beside the text: the text is scored\n" in printed
+    assert {(row["metric"], row["n"]) for row in rows} == {("bits/byte", 3)}
+
+
 def test_a_file_that_a_model_was_fine_tuned_on_is_said(lab, tmp_path):
     shutil.copy(lab / "chats.jsonl", tmp_path)
     for file, says in {lab / "chats.jsonl": True, tmp_path / "chats.jsonl": False}.items():
