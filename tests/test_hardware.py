@@ -123,6 +123,26 @@ def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
     assert hardware.free_on_host() == 400_000 - (300_000 - 90_000)
 
 
+# Processes that run, us among them; OMP_NUM_THREADS; cores of ours; cores of the machine
+SLEEP = """
+1/95 |   | 2 | 2 | 5000
+2/95 |   | 2 | 2 | 1000
+2/95 | 1 | 2 | 2 | 5000
+3/95 |   | 2 | 8 | 5000
+8/95 |   | 2 | 8 | 1000
+"""
+
+
+@pytest.mark.parametrize("running, threads, ours, cores, checks", table(SLEEP))
+def test_threads_sleep_later_where_each_has_an_idle_core(monkeypatch, running, threads, ours, cores, checks):
+    """The fields of /proc/loadavg, by proc_loadavg(5): three averages, running / existing, the newest process."""
+    monkeypatch.setattr(hardware.Path, "read_text", lambda path: f"9.15 9.05 9.01 {running} 4711\n")
+    monkeypatch.setattr(hardware.os, "environ", {"OMP_NUM_THREADS": threads})
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: set(range(int(ours))))
+    monkeypatch.setattr(hardware.os, "cpu_count", lambda: int(cores))
+    assert hardware.checks_before_sleep() == int(checks)
+
+
 @pytest.mark.parametrize("name, flops", [("NVIDIA H100 80GB HBM3", 989e12), ("Tesla T4", None)])
 def test_the_flops_of_a_gpu_are_its_vendors_and_the_bar_has_its_memory(tmp_path, monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
