@@ -143,20 +143,25 @@ class History:
 
         flags = [f"--total_samples={length[0]}", f"--decay_samples={length[1]}", *["--resume"] * resume]
         with patch.object(parallel, "square_norm", requesting):
-            self.call(works, "train.py", *RUN, f"--data={self.data_folder}", f"--out={self.out}", *flags)
+            done = self.call(works, "train.py", *RUN, f"--data={self.data_folder}", f"--out={self.out}", *flags)
         if not works:
             return
-        run, first = self.run, self.run.done
+        run, first, lines = self.run, self.run.done, []
         run.starts += 1
         while run.done < len(sizes_in(self.end_of(*run.length, run.begin)[0])):
             step, run.done = run.done - first, run.done + 1
             seen = sum(sizes_in(1000)[run.done - 1])
             if request == "cooldown" and step == at + 1 and seen < run.begin:
                 run.begin = seen
+                left = len(sizes_in(self.end_of(*run.length, seen)[0])) - run.done
+                lines.append(f"step {run.done:6}   the decay begins, {left} steps\n")
             run.begins[run.done] = run.begin
             if request == "stop" and step == at:
                 break
         run.finished = run.done == len(sizes_in(self.end_of(*run.length, run.begin)[0]))
+        lines += [f"resumed from {self.out}/ckpt/step-{first:08d}\n"] * bool(first)
+        lines += [] if run.finished else [f"{self.out}: stopped as asked after step {run.done}, saved"]
+        assert all(line in done.stdout for line in lines), (lines, done.stdout)
 
     def new_run(self):
         version = self.version()
@@ -312,7 +317,7 @@ def play(folder, seed, n):
 
 
 def test_any_commands_leave_what_the_model_of_the_folder_says(tmp_path):
-    for seed in range(5):
+    for seed in range(8):
         play(tmp_path / str(seed), seed, n=5)
 
 

@@ -25,7 +25,7 @@ KINDS = {
     "pretraining": (TRAIN, "ddp", "fsdp --exact"),
     "continued": (f"{TRAIN} --init_from=LAB/hf --base=bf16 {LORA}", "fsdp --sequence_parallel=2", "fsdp --exact"),
     "distilled": (f"{TRAIN} --n_layer=1 --teacher=LAB/hf", "fsdp --sequence_parallel=2", "fsdp --exact"),
-    "guided": (f"{TRAIN} {GUIDED}", "", "fsdp --exact"),
+    "guided": (f"{TRAIN} {GUIDED}", "ddp", "fsdp --exact"),
     "sft": ("", "fsdp --micro_batch=6", "ddp"),
     "adapted": (LORA, "ddp", "fsdp"),
     "qrpo": ("", "fsdp --micro_batch=4", "ddp"),

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 from itertools import accumulate, combinations, count
 from unittest.mock import patch
 
@@ -146,7 +147,9 @@ def flags_of(row, root, data):
     if row["data"] == "stages":
         flags |= dict(stages=STAGES, stage="b")
     if row["start"]:
-        flags["init_from"] = write_start(root / "start", shape_of(row), 7)
+        # What a run may change: its start has another window, RoPE and mask.
+        other = dict(block_size=64, rope_scaling=8.0 - row["rope_scaling"], doc_mask=not row["doc_mask"])
+        flags["init_from"] = write_start(root / "start", replace(shape_of(row), **other), 7)
     if row["start"] in ("adapters", "nf4"):
         flags |= dict(lora_r=4, lora_alpha=8.0, base="nf4" if row["start"] == "nf4" else "fp32")
     if row["teacher"]:
@@ -181,7 +184,7 @@ def first_model(row, flags):
     if "lora_r" in flags:
         lora.add_lora(model, dict(r=4, lora_alpha=8.0, target_modules=lora.MATRICES))
         lora.init_lora(model, 5)
-    model.config.doc_mask = row["doc_mask"]
+    model.config = shape_of(row)
     return model
 
 
@@ -225,7 +228,9 @@ def test_a_run_of_train_is_that_of_the_plain_formulas(data, tmp_path, large_eps,
         with stop_after(sum(n_parts[:2])):
             assert run_train(flags["data"], out, *args).returncode == 0
         assert not os.path.exists(out / "summary.json") and steps(out)[-1] == stopped_at
-    done = run_train(flags["data"], out, *args, *["--resume"] * row["stopped"])
+    flops, flops_per_token = [], Apertus.flops_per_token
+    with patch.object(Apertus, "flops_per_token", lambda *args: flops.append(flops_per_token(*args)) or flops[-1]):
+        done = run_train(flags["data"], out, *args, *["--resume"] * row["stopped"])
     assert done.returncode == 0, done.stderr
 
     oracle, train_data, val_data = Plain(model=first_model(row, flags)), *windows_of(row, flags)
@@ -254,11 +259,25 @@ def test_a_run_of_train_is_that_of_the_plain_formulas(data, tmp_path, large_eps,
     trained = convert.load_any(str(out))[0]
     assert oracle.distance(trained) < 2 * tolerance
     compare_files(row, flags, out, trained, planned, stopped_at, entries[-1])
+    assert flops == [plain_flops(oracle)]
     n_parameters = sum(p.numel() for p in [*oracle.w.values(), *oracle.frozen.values()])
     assert (
         f"{n_parameters:,} parameters on cpu in float32, {len(planned)} steps of 8 x 32 tokens per step; "
         f"data: {train_data.n_tokens:,} tokens" in done.stdout
     )
+
+
+def plain_flops(oracle):
+    """
+    FLOPs of a token: 6 for each weight of a matrix, 4 where that is frozen, and causal attention. An embedding is a
+    look-up, unless it is the head too.
+    """
+    config, flops = oracle.config, 6 * 32 * 32
+    for names, cost in ((oracle.w, 6), (oracle.frozen, 4)):
+        for name, p in names.items():
+            is_product = p.ndim > 1 and ("embed_tokens" not in name or config.tie_embeddings)
+            flops += cost * p.numel() * is_product
+    return flops
 
 
 def validation(oracle, val_data, step, tokens, n):

@@ -180,7 +180,9 @@ def kill_and_mistype(row, folder, source, flags):
         assert script("prepare.py", "--tokenizer=byte", source, *flags, f"--out={out}").returncode
     assert not out.exists() and (folder / "out.tmp" / "work" / row["killed"] / "0.json").exists()
     assert script("prepare.py", "--tokenizer=byte", f"{source}.x", *flags, f"--out={out}").returncode == 2
-    assert f"resuming from {out}.tmp/work" in fill(out, source, *flags)
+    printed = fill(out, source, *flags)
+    assert f"resuming from {out}.tmp/work" in printed
+    return printed
 
 
 def layout_of(row, rows, places, reasons):
@@ -252,17 +254,23 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(tmp_path, number_of_ro
     source, flags = write_form(folder / f"in.{form}", stored), flags_of(row, folder)
     if row["dry_run"]:
         before = {*os.listdir(folder)}
-        assert "documents" in fill(out, source, *flags, "--dry_run")
+        assert f"| {len(rows)} |" in fill(out, source, *flags, "--dry_run")
         assert {*os.listdir(folder)} == before
     if row["killed"]:
-        kill_and_mistype(row, folder, source, flags)
+        printed = kill_and_mistype(row, folder, source, flags)
     else:
-        fill(out, source, *flags)
+        printed = fill(out, source, *flags)
     parts, wanted = layout_of(row, rows, places, reasons)
     if row["probes"]:
         wanted["probes", "train"] = [dict(text=PASSAGE)] * 2
 
-    compare(row, rows, places, reasons, parts, wanted, out)
+    total = compare(row, rows, places, reasons, parts, wanted, out)
+    removed = "".join(f" + {n} {why}" for why, n in Counter(filter(None, reasons)).most_common())
+    n_shards = sum(name.endswith(".npy") for name in os.listdir(out))
+    sums = printed.partition(" documents in = ")[2].partition("\n")[0]
+    assert sorted(sums.split(" + ")) == sorted(f"{reasons.count('')} kept{removed}".split(" + "))
+    assert f"{len(rows)} documents in = " in printed and f"{out}: {total['tokens']:,} tokens, " in printed
+    assert f" of byte, in {n_shards} shard{'s' * (n_shards != 1)}; " in printed
     longest = max((of_stream for (name, _), of_stream in wanted.items() if name != "probes"), key=len)
     if len(longest) > 1:
         gone = sorted(longest, key=lambda one: ":" not in str(one["id"]))[: len(longest) // 2]

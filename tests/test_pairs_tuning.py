@@ -113,7 +113,8 @@ def test_a_run_of_sft_is_that_of_the_plain_formulas(lab, tmp_path, large_eps, ro
         with stop_after(n_parts_of(row, learnt, plan[0])):
             run(*command)
         assert not os.path.exists(out / "summary.json") and steps(out)[-1] == stopped_at
-    run(*command, *["--resume"] * row["stopped"])
+    printed = run(*command, *["--resume"] * row["stopped"]).stdout
+    compare_lines(printed, row, learnt, held_out, len(plan), out, stopped_at)
 
     oracle, entries = Plain(model=first_model(row, lab / "sft")), []
 
@@ -140,6 +141,20 @@ def test_a_run_of_sft_is_that_of_the_plain_formulas(lab, tmp_path, large_eps, ro
     trained = convert.load_any(str(out))[0]
     assert oracle.distance(trained) < 2 * tolerance
     compare_files(row, flags, out, trained, len(plan), stopped_at, entries[-1])
+
+
+def compare_lines(printed, row, learnt, held_out, n_steps, out, stopped_at):
+    """The numbers of conversations, tokens and steps that a run prints."""
+    whole = rendered(ROWS, row)
+    tokens, n_learnt = sum(len(ids) for ids, _ in whole), sum(sum(mask) for _, mask in whole)
+    lines = [f"{tokens:,} tokens, {n_learnt:,} of them learnt", f"{len(learnt)} conversations, {n_steps} steps"]
+    if len(whole) < len(ROWS):
+        lines.append(f"left out {len(ROWS) - len(whole)} of {len(ROWS)} conversations: ")
+    if held_out:
+        lines.append(f"{len(held_out)} conversations of --val_data for validation; {len(whole) - len(learnt)} of")
+    if row["stopped"]:
+        lines.append(f"resumed from {out}/ckpt/step-{stopped_at:08d}")
+    assert all(line in printed for line in lines), printed
 
 
 def n_parts_of(row, learnt, batch):
