@@ -151,7 +151,9 @@ class History:
         while run.done < len(sizes_in(self.end_of(*run.length, run.begin)[0])):
             step, run.done = run.done - first, run.done + 1
             seen = sum(sizes_in(1000)[run.done - 1])
-            if request == "cooldown" and step == at + 1 and seen < run.begin:
+            if request == "cooldown" and step == at + 1 and seen >= run.begin:
+                lines.append(f"step {run.done:6}   asked for its decay, which this schedule has begun")
+            elif request == "cooldown" and step == at + 1:
                 run.begin = seen
                 left = len(sizes_in(self.end_of(*run.length, seen)[0])) - run.done
                 lines.append(f"step {run.done:6}   the decay begins, {left} steps\n")
