@@ -40,7 +40,7 @@ BYTE = tokenizer.load("byte")
 # ----------------------------------------------------------------------------------------------------------------------
 # train.py
 
-STAGES = ("a", ("a.jsonl",), 16, 28), ("b", ("b.jsonl", "a.jsonl"), 40, 3), ("c", ("none",), 99, 4)
+STAGES = ("a", ("a.jsonl",), 16, 28), ("b", ("b.jsonl", "a.jsonl"), 34, 3), ("c", ("none",), 99, 4)
 TRAIN = dict(
     start=["", "whole", "adapters", "nf4"],
     data=["one", "weights", "stages"],
@@ -195,7 +195,7 @@ def plan_of(row):
         sizes.append(n)
     steps = []
     for seen, n in zip(accumulate(sizes, initial=0), sizes):
-        if row["data"] == "stages" and seen + n > 40:
+        if row["data"] == "stages" and seen + n > 34:
             break
         rate = plain.wsd(seen, 4e-3, 1e-3, row["warmup_samples"], 46, 16)
         if row["schedule"] == "cosine" and seen >= row["warmup_samples"]:
