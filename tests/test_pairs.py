@@ -53,11 +53,10 @@ TRAIN = dict(
     warmup_samples=[0, 12],
     batch_ramp_at=[0, 10],
     exact=[False, True],
-    optimizer=["ademamix", "adamw"],
+    optimizer=["ademamix", "ademamix 4", "adamw"],
     state_dtype=["float32", "bfloat16"],
     grad_clip=[0.0, 0.3],
     weight_decay=[0.0, 0.5],
-    alpha_warmup=[0, 4],
     eval_every=[0, 2],
     eval_windows=[0, 7],
     last_eval_windows=[0, 11],
@@ -83,6 +82,7 @@ STANDS_FOR = dict(
     data="data stages stage",
     teacher="teacher distill",
     goldfish="goldfish_k goldfish_h goldfish_hash goldfish_scope",
+    optimizer="optimizer alpha_warmup",
     stopped="resume out",
 )
 WITHOUT_PAIRS = {
@@ -155,6 +155,8 @@ def flags_of(row, root, data):
     if row["teacher"]:
         shape = shape_of(dict(TRAIN_DEFAULT, n_kv_head=2, rope_scaling=0.0))
         flags |= dict(teacher=write_start(root / "teacher", shape, 9), distill=row["teacher"])
+    flags["optimizer"], *warmup = row["optimizer"].split()
+    flags["alpha_warmup"] = int(*warmup)
     k, *others = row["goldfish"].split()
     flags["goldfish_k"] = int(k)
     if others:
@@ -165,7 +167,7 @@ def flags_of(row, root, data):
 TRAIN_DEFAULT = {name: values[0] for name, values in TRAIN.items()}
 SIZES = dict(
     seed=5,
-    total_samples=46,
+    total_samples=50,
     decay_samples=16,
     batch_size=8,
     lr=4e-3,
@@ -191,18 +193,18 @@ def first_model(row, flags):
 def plan_of(row):
     """[(samples before, samples of, learning rate)] of all steps, and how many the warm-up of alpha lasts."""
     sizes = []
-    while sum(sizes) + (n := 16 if 0 < row["batch_ramp_at"] <= sum(sizes) else 8) <= 46:
+    while sum(sizes) + (n := 16 if 0 < row["batch_ramp_at"] <= sum(sizes) else 8) <= 50:
         sizes.append(n)
     steps = []
     for seen, n in zip(accumulate(sizes, initial=0), sizes):
         if row["data"] == "stages" and seen + n > 34:
             break
-        rate = plain.wsd(seen, 4e-3, 1e-3, row["warmup_samples"], 46, 16)
+        rate = plain.wsd(seen, 4e-3, 1e-3, row["warmup_samples"], 50, 16)
         if row["schedule"] == "cosine" and seen >= row["warmup_samples"]:
-            share = (seen - row["warmup_samples"]) / (46 - row["warmup_samples"])
+            share = (seen - row["warmup_samples"]) / (50 - row["warmup_samples"])
             rate = 1e-3 + 3e-3 * (1 + math.cos(math.pi * share)) / 2
         steps.append((seen, n, rate))
-    return steps, row["alpha_warmup"] or len(sizes)
+    return steps, 4 if row["optimizer"] == "ademamix 4" else len(sizes)
 
 
 def windows_of(row, flags):
@@ -305,7 +307,7 @@ def stop_after(n_parts):
 
 def compare_files(row, flags, out, trained, planned, stopped_at, last):
     """What a finished run leaves behind: checkpoints, weights for transformers, adapters, config.json, summary.json."""
-    end, before_decay = len(planned), sum(seen + n <= 30 for seen, n, _ in planned)
+    end, before_decay = len(planned), sum(seen + n <= 34 for seen, n, _ in planned)
     saved = sorted({end, *range(1, end * row["checkpoint_every"]), *[stopped_at] * row["stopped"]})
     newest_before = [step for step in saved if step <= before_decay][-1:]
     assert steps(out) == sorted({*saved[-row["keep_checkpoints"] :], *newest_before})
