@@ -74,15 +74,3 @@ def test_the_first_step_is_that_of_the_formula_kl_falls_and_a_run_keeps_its_teac
     again = *goldfish, "--resume"
     refused(learn(lab, run, *again, "--distill=0.5", teacher="sft"), "distill 0.9 -> 0.5", "teacher_sha256")
     refused(learn(lab, run, *again, teacher="pretrained"), "is finished")
-
-
-@pytest.mark.parametrize("mask", [True, False])
-def test_the_teacher_sees_the_documents_as_its_student_does(lab, tmp_path, mask):
-    """
-    The student's doc_mask applies: a teacher with the student's weights, trained with the other mask, agrees with it.
-    KL and its gradient are exactly 0.
-    """
-    frozen = ["--lr=0.0", "--min_lr=0.0", "--total_samples=40"]
-    learn(lab, tmp_path / "twin", *frozen, "--distill=0", f"--doc_mask={not mask}")
-    learn(lab, tmp_path / "run", *frozen, "--distill=1.0", f"--doc_mask={mask}", teacher=tmp_path / "twin")
-    assert [found[1:] for found in steps(tmp_path / "run")] == [[0, 0]] * 5

@@ -1,9 +1,12 @@
 """generate.py against transformers' greedy tokens, the model without a cache, and the probabilities that it claims."""
 
+import random
+
 import pytest
 import torch
 from tiny import golden, ids, small
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
 
 import generate as file
 from generate import KVCache, generate, next_logits, sample_token
@@ -44,6 +47,24 @@ def test_reading_through_the_cache_is_the_full_forward_pass(monkeypatch, fixed, 
     assert cache.length == 30
     assert max(chunks) == 4
     assert found.dtype == (dtype or torch.float32)
+
+
+@torch.no_grad()
+def test_a_cache_that_has_read_and_forgotten_goes_on_as_the_tokens_that_are_left():
+    """Random lengths that it reads, and lengths to which it is cut; its buffer grows when it must."""
+    model = small()
+    for seed in range(12):
+        rng, cache, kept = random.Random(seed), KVCache(model, 1, 0), []
+        for step in range(6):
+            new = ids(1, rng.randint(1, 9), seed=9 * seed + step)
+            cache.grow(len(kept) + new.shape[1] + rng.randint(0, 3))
+            found = next_logits(model, new, cache)
+            kept += new[0].tolist()
+            assert cache.length == len(kept)
+            assert_close(found, model(torch.tensor([kept]))[:, -1], rtol=0, atol=1e-5)
+            length = rng.choice([0, len(kept) // 2, len(kept) - 1, len(kept), len(kept) + 5])
+            cache.truncate(length)
+            kept = kept[:length]
 
 
 def test_text_is_decoded_as_without_a_cache_and_as_if_alone(monkeypatch):

@@ -8,16 +8,14 @@ import json
 import os
 import shutil
 
-import numpy as np
 import pytest
 from conftest import ROOT, script, table
-from corpora import fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
+from corpora import fill, kept, ledger, put, refuse, report, rows, text, texts_of, write_lines, written
 from lab import run
 from test_checkpoint import full
 
 from corpus.ledger import FILE, changed, write_ledger
 from corpus.report import markdown
-from data import TokenDataset
 from engine.files import sha256
 
 # Shards are shorter than a document; the vocabulary is bytes, in a file; no robots.txt names the hosts.
@@ -173,24 +171,6 @@ def test_a_page_that_opted_out_names_the_copy_that_stays(tmp_path):
     assert stays.startswith(f"in.jsonl line 3 is in {tmp_path}/out, by the text of in.jsonl line 1: ")
     said = script("prepare.py", f"--remove={tmp_path}/list", f"--out={tmp_path}/out").stdout
     assert "\n1 text of the list kept under another id, such as in.jsonl line 3: " in said
-
-
-def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path):
-    """10 steps of 8 windows of 257 tokens, which the test finds in the stream. The run lacks its last validation."""
-    killed = shutil.copytree(lab / "pretrained", tmp_path / "run")
-    (killed / "log.jsonl").write_text((lab / "pretrained" / "log.jsonl").read_text().rpartition("{")[0])
-    idx, targets, *_ = TokenDataset(str(lab / "data"), "train", 256).batch(0, 80)
-    windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1).astype(np.uint16)
-    whole = streams(lab / "data")["data", "train"].tobytes()
-    places = np.array([whole.find(window.tobytes()) // 2 for window in windows])
-    for row in kept(lab / "data"):
-        said = ask(lab / "data", f"--find={row['id']}", f"--when={killed}")
-        near = (row["offset"] - 257 < places) & (places < row["offset"] + row["tokens"])
-        steps = sorted(set(np.flatnonzero(near) // 8))
-        listed = ", ".join(f"{step} (tokens {2048 * step:,} to {2048 * step + 2048:,})" for step in steps)
-        said_of = f"read at {len(steps)} of the 10 steps of {killed}: {listed}\n"
-        want = said_of if steps else "none of the 10 steps"
-        assert ("for validation" if row["split"] == "val" else want) in said
 
 
 def test_a_run_on_the_data_after_a_removal_has_not_read_the_document(lab, tmp_path):

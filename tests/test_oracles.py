@@ -2,15 +2,12 @@
 
 import json
 from functools import cache
-from itertools import accumulate
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from draws import drawn
 from hypothesis.strategies import booleans, floats, integers, lists, sampled_from, tuples
-from oracle import Plain
-from pytest import MonkeyPatch, approx
+from pytest import MonkeyPatch
 from tiny import GOLDEN, ids
 from torch.testing import assert_close
 from trained import data, log, trained  # noqa: F401
@@ -20,10 +17,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 import convert
 import plain
 from ademamix import AdEMAMix, param_groups
-from data import StagedDataset, TokenDataset
+from data import TokenDataset
 from generate import generate, sample_token
-from model import Apertus
-from weights.folders import shape_in
 
 
 @drawn(
@@ -138,51 +133,3 @@ def test_an_epoch_is_each_window_of_the_stream_once(tmp_path_factory, sizes, T, 
     found = TokenDataset(str(folder), "train", T, 28, k, h, "product", scope).batch(n * first, n)
     found, wanted = (torch.cat(parts, 1).tolist() for parts in (found, wanted))
     assert sorted(found) == sorted(wanted)
-
-
-@drawn(
-    5,
-    lr=floats(1e-3, 1e-2),
-    betas=sampled_from([(0.7, 0.9, 0.95), (0.9, 0.99, 0.999), (0.8, 0.95, 0.99)]),
-    alpha=floats(1, 5),
-    alpha_warmup=sampled_from([0, 0, 0, 4]),
-    weight_decay=floats(0, 1),
-    grad_clip=sampled_from([0.0, 0.3, 100.0]),
-    micro_batch=sampled_from([1, 2, 4, 8]),
-    batch_ramp_at=integers(0, 30),
-    total_samples=integers(42, 50),
-    warmup_samples=integers(0, 16),
-    decay_samples=integers(16, 26),
-    goldfish_k=integers(2, 5),
-    goldfish_h=integers(1, 40),
-    goldfish_scope=sampled_from(["window", "stream"]),
-    stage_end=integers(24, 44),
-)
-def test_a_run_is_its_formulas(data, tmp_path_factory, stage_end, **how):
-    """
-    Losses, norms, rates and weights in fp64, with micro-batches, a batch that doubles, Goldfish of either scope. The
-    run stops at the end of its second stage of three; a warm-up of 0 is as long as all of them.
-    """
-    out, s = tmp_path_factory.mktemp("run") / "run", SimpleNamespace(**how)
-    fixed = dict(activation="xielu", min_lr=s.lr / 9, batch_size=8, last_eval_windows=1, checkpoint_every=0)
-    stages = ("a", ("a.jsonl",), 16, 28), ("b", ("b.jsonl", "a.jsonl"), stage_end, 3), ("c", ("none",), 99, 4)
-    fixed |= dict(stages=stages, stage="b")
-    trained(data, out, *(f"--{name}={value}" for name, value in (how | fixed).items()))
-    oracle = Plain(model=Apertus(shape_in(str(out)), 28))
-    goldfish = s.goldfish_k, s.goldfish_h, "product", s.goldfish_scope
-    windows = StagedDataset(data, stages, 32, *goldfish, stage="b")
-    sizes, wanted = [], []
-    while sum(sizes) + (n := 16 if 0 < s.batch_ramp_at <= sum(sizes) else 8) <= s.total_samples:
-        sizes.append(n)
-    warmup = s.alpha_warmup or len(sizes)
-    for samples, n in zip(accumulate(sizes, initial=0), sizes):
-        if samples + n > stage_end:
-            break
-        loss = oracle.loss(windows.batch(samples, n))
-        loss.backward()
-        rate = plain.wsd(samples, s.lr, s.lr / 9, s.warmup_samples, s.total_samples, s.decay_samples)
-        adam = rate, s.grad_clip, 1e-8, s.weight_decay, False, s.betas, s.alpha
-        wanted.append([loss.item(), oracle.update(len(wanted) + 1, warmup, *adam), rate])
-    found = [[entry[name] for name in ("loss", "grad_norm", "lr")] for entry in log(out, "loss")]
-    assert np.array(found) == approx(np.array(wanted), rel=1e-3)
-    assert oracle.distance(convert.load_any(str(out))[0]) < 1e-3

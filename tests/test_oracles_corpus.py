@@ -9,7 +9,7 @@ from pathlib import Path
 from corpora import fill, ledger, put, report, write_form, write_lines
 from draws import drawn
 from hypothesis.strategies import lists, none, sampled_from, tuples
-from test_oracles_data import number
+from test_pairs_corpus import number
 
 from corpus.folder import building, publish
 from corpus.reservations import refusal

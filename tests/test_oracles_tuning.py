@@ -13,13 +13,12 @@ import peft
 import torch
 from draws import drawn
 from hypothesis.strategies import booleans, floats, integers, lists, sampled_from, text, tuples
-from lab import aligning, run, tuning
-from oracle import Plain
+from lab import aligning, run
 from pytest import MonkeyPatch, approx, mark
 from test_lora import IDX, published
 from test_qrpo import COUPLES
-from test_sft import SYSTEM, TOK, assistant, chat_row, user
-from tiny import GOLDEN, write_rows
+from test_sft import TOK, assistant, chat_row, user
+from tiny import GOLDEN
 from tokenizers import Tokenizer
 from torch.testing import assert_close
 from trained import log
@@ -33,7 +32,7 @@ import tokenizer_json
 from corpus import readers
 from data import permute
 from engine.files import write_json
-from posttrain import common, qrpo
+from posttrain import qrpo
 from weights import lora
 
 
@@ -41,33 +40,6 @@ def batches(n, batch_size, epochs):
     """The items of each step: every epoch has all of them, in an order of its own, and the last step what is left."""
     order = [i for epoch in range(epochs) for i in permute(np.arange(n), n, 28, epoch).tolist()]
     return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
-
-
-@drawn(
-    4,
-    sizes=lists(integers(1, 9), min_size=3, max_size=7),
-    batch_size=integers(2, 4),
-    epochs=integers(1, 2),
-    micro_batch=integers(1, 3),
-    pack=booleans(),
-    warmup=floats(0, 1),
-)
-def test_tuning_is_the_mean_over_the_learnt_tokens_of_each_step(lab, tmp_path_factory, large_eps, sizes, **how):
-    large_eps(1e-3)
-    folder = tmp_path_factory.mktemp("sft")
-    rows = [chat_row(SYSTEM, user("q" * n), assistant("yes" * (n % 4 + 1))) for n in sizes]
-    write_rows(folder / "rows.jsonl", rows)
-    flags = how | dict(data=folder / "rows.jsonl", optimizer="ademamix")
-    run(*tuning(lab, folder / "run", *(f"--{name}={value}" for name, value in flags.items())))
-    steps, oracle = batches(len(rows), how["batch_size"], how["epochs"]), Plain(lab / "hf")
-    for t, (batch, found) in enumerate(zip(steps, log(folder / "run"), strict=True)):
-        rate = 1e-2 * common.linear(t, len(steps), how["warmup"])
-        conversations = [chat.render(TOK, rows[k], chat.DATE) for k in batch]
-        loss = -torch.cat([oracle.logp(ids)[torch.tensor(mask[1:])] for ids, mask in conversations]).mean()
-        loss.backward()
-        norm = oracle.update(t + 1, len(steps), rate, 1.0, 1e-3, 0.0, False)
-        assert [found[name] for name in ("loss", "lr", "grad_norm")] == approx([loss.item(), rate, norm], rel=1e-4)
-    assert oracle.distance(convert.load_any(str(folder / "run"))[0]) < 1e-3
 
 
 @drawn(3, batch_size=integers(1, 5), epochs=integers(1, 2), dtype=sampled_from(["float32", "bfloat16"]))

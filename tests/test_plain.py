@@ -1,6 +1,7 @@
 """plain.py against transformers and the published masks; train.py's steps against plain.py's; then as users run it."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,15 +80,14 @@ TINY = """configs/tiny.py --goldfish_scope=window --goldfish_k=3 --goldfish_h=5 
     --last_eval_windows=1""".split()
 
 
-@pytest.mark.parametrize("ranks, flags", [(0, []), (2, ["--parallel=fsdp"])])
-def test_each_step_of_train_py_is_plain_pys(launch, data, tmp_path, ranks, flags):
+def test_each_step_of_train_py_is_plain_pys(data, tmp_path):
     """
-    20 steps in fp32 on one and on two processes, from the same weights on the same windows: losses to 1e-4, learning
-    rates exactly, and final weights to 1e-3 of the distance that they moved. Masks are made here, from the tokens.
+    20 steps in fp32, from the same weights on the same windows: losses to 1e-4, learning rates exactly, and final
+    weights to 1e-3 of the distance that they moved. Masks are made here, from the tokens. Ranks: test_step.py.
     """
     out = tmp_path / "run"
-    codes, text = launch(ranks, *TINY, *flags, f"--data={data}", f"--out={out}", logs=f"{out}.log")
-    assert set(codes) == {0}, text[-3000:]
+    done = script("train.py", *TINY, f"--data={data}", f"--out={out}")
+    assert done.returncode == 0, done.stderr
     trained = convert.load_any(str(out))[0]
     oracle = Plain(model=Apertus(trained.config, 28))
     w, state = {name: p.detach() for name, p in oracle.w.items()}, {}
@@ -147,14 +147,15 @@ def test_without_a_dropped_byte_nothing_is_recited(capsys):
     assert capsys.readouterr().out == "Goldfish drops no byte far enough from both ends of the page.\n"
 
 
-def test_the_demonstration_learns_and_compares_itself_with_train_py():
-    """On README.md, in 40 steps instead of 400. It changes no setting of torch and draws no global random number."""
+def test_the_demonstration_learns_and_compares_itself_with_train_py(tmp_path):
+    """On a part of README.md, in 24 steps. It changes no setting of torch and draws no global random number."""
     before = torch.get_rng_state()
-    done = script("plain.py", f"{ROOT}/README.md", 40)
+    (tmp_path / "page").write_bytes(Path(ROOT, "README.md").read_bytes()[:1300])
+    done = script("plain.py", tmp_path / "page", 24)
     assert done.returncode == 0, done.stderr
     assert torch.get_rng_state().equal(before) and torch.get_default_dtype() == torch.float32
     steps = re.findall(r"^step +(\d+)   loss (\S+),", done.stdout, re.M)
-    assert [int(step) for step, _ in steps] == [0, 5, 20, 39] * 2
+    assert [int(step) for step, _ in steps] == [0, 3, 12, 23] * 2
     for first, last in ((0, 3), (4, 7)):
         assert 5 < float(steps[first][1]) < 6.5 and float(steps[last][1]) < 4
     assert "ln 256 = 5.55" in done.stdout

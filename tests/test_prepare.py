@@ -96,12 +96,6 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
     assert {"0", "a+b", "a-b", "deu_Latn", "none", "nothing of it stays"} < read_meta(str(out))["sources"].keys()
 
 
-def test_a_dry_run_prints_the_report_and_leaves_nothing(corpus, tmp_path):
-    said = fill(tmp_path / "out", *corpus[1], "--dry_run")
-    assert "| duplicate: the same text was kept before | 1 |" in said
-    assert not os.listdir(tmp_path)
-
-
 def test_the_tokens_of_a_row_are_its_text_and_the_order_and_the_split_are_hashes(corpus):
     out, _, texts = corpus
     every, at = streams(out), Counter()

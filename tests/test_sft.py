@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import ROOT, refused, script
 from lab import run, tuning
-from oracle import Plain
 from tiny import small, write_rows
 from trained import log
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
@@ -76,26 +75,6 @@ def tune(lab, out, *args):
 
 def losses(folder):
     return [entry["loss"] for entry in log(folder)]
-
-
-@pytest.mark.parametrize("optimizer, clip", [("adamw", 100.0), ("ademamix", 0.05)])
-def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, large_eps, optimizer, clip):
-    """Three steps over two epochs."""
-    rows = [chat_row(SYSTEM, user("q" * n), assistant("yes" * n), user("and?"), assistant("é")) for n in range(1, 7)]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    large_eps(1e-3)
-    how = f"""--data={tmp_path}/rows.jsonl --batch_size=4 --epochs=2 --micro_batch=3 --lr=1e-2 --warmup=0.5
-        --optimizer={optimizer} --grad_clip={clip} --weight_decay=0.2"""
-    tune(lab, tmp_path / "run", *how.split())
-    plain = Plain(lab / "hf")
-    for step, (rate, found) in enumerate(zip((5e-3, 1e-2, 5e-3), log(tmp_path / "run"), strict=True)):
-        batch = [chat.render(TOK, rows[k]) for k in common.item_indices(step, 4, 6, 2, 28)]
-        logp = torch.cat([plain.logp(ids)[torch.tensor(said[1:])] for ids, said in batch])
-        loss = -logp.mean()
-        loss.backward()
-        plain.update(step + 1, 3, rate, clip, 1e-3, 0.2, optimizer == "adamw")
-        assert (found["loss"], found["lr"]) == pytest.approx((loss.item(), rate), rel=1e-5)
-    assert plain.distance(convert.load_any(str(tmp_path / "run"))[0]) < 1e-4
 
 
 def test_packing_changes_no_number(lab, tmp_path, monkeypatch):

@@ -38,11 +38,9 @@ def train(oracle, windows, clip, adamw=False, warmup=6, micro=0, ramp=10**9):
         yield loss.item(), norm, batch.keep.float().mean().item(), lr, s * T
 
 
-# Ranks (0: without a launcher) and flags of each run, and the same settings for the plain steps. Gradient norms are
-# between 0.5 and 3, so that 0.1 clips every step and 100 none.
+# Ranks and flags of each run, and the same settings for the plain steps. Gradient norms are between 0.5 and 3, so that
+# 0.1 clips every step. A single rank: test_pairs.py.
 RUNS = [
-    (0, "--micro_batch=8 --grad_clip=100.0 --alpha_warmup=3", dict(clip=100, warmup=3)),
-    (0, "--micro_batch=4 --grad_clip=0.0 --batch_ramp_at=10", dict(clip=0, ramp=10, warmup=4)),
     (
         4,
         "--micro_batch=2 --grad_clip=0.1 --parallel=ddp --sequence_parallel=2 --n_kv_head=2 --loss_average=micro",

@@ -1,19 +1,18 @@
 """prepare.py --remove as a steward uses it: what a line means, what goes and why, and what a published report keeps."""
 
 import hashlib
+import itertools
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from conftest import ROOT, refused, script
+from conftest import refused, script
 from corpora import fill, kept, ledger, put, refuse, report, text, write_lines, written
+from lab import run
 
 from corpus.robots import verdict
 from data import read_meta, warn_if_changed
+from engine import parallel
 
 # Pages of two hosts, of a third one in a robots.txt alone, and of a source with one document for validation.
 URLS = """
@@ -191,23 +190,25 @@ def test_the_only_validation_document_of_a_source_can_be_withdrawn(tmp_path):
     refused(removal(out, *(row["id"] for row in kept(out))), "would keep no document", "Nothing was removed")
 
 
-def test_a_run_whose_data_lose_documents_meanwhile_says_so_at_its_end(tmp_path, capsys):
-    """The run stands still while they are removed, so that it has not ended before."""
+def test_a_run_whose_data_lose_documents_meanwhile_says_so_at_its_end(tmp_path, monkeypatch, capsys):
+    """They are removed in its third step."""
     source = write_lines(tmp_path / "in.jsonl", [dict(text=text(i)) for i in range(40)])
     fill(tmp_path / "data", source, "--val_share=0.1")
     before = read_meta(f"{tmp_path}/data")
-    how = f"train.py configs/tiny.py --data={tmp_path}/data --out={tmp_path}/run --total_samples=800 --eval_every=0"
-    run = subprocess.Popen([sys.executable, *how.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    log = tmp_path / "run" / "log.jsonl"
-    while run.poll() is None and not (log.exists() and log.stat().st_size):
-        time.sleep(0.01)
-    run.send_signal(signal.SIGSTOP)
     warn_if_changed(f"{tmp_path}/data", before)
     assert not capsys.readouterr().out
-    put(tmp_path, {"list": "in.jsonl line 1\nin.jsonl line 2"})
-    fill(tmp_path / "data", f"--remove={tmp_path}/list")
-    run.send_signal(signal.SIGCONT)
-    said = run.communicate(timeout=120)[0]
+    calls, square_norm = itertools.count(), parallel.square_norm
+
+    def removing(*args):
+        if next(calls) == 2:
+            put(tmp_path, {"list": "in.jsonl line 1\nin.jsonl line 2"})
+            fill(tmp_path / "data", f"--remove={tmp_path}/list")
+        return square_norm(*args)
+
+    monkeypatch.setattr(parallel, "square_norm", removing)
+    said = run(
+        "train.py", "configs/tiny.py", f"--data={tmp_path}/data", f"--out={tmp_path}/run", "--eval_every=1"
+    ).stdout
     versions = f"it was version {before['version']:.16}, it is now {report(tmp_path / 'data')['version']:.16}."
     assert f"--data={tmp_path}/data has lost 2 documents since this run began: {versions}" in said
     assert (tmp_path / "run" / "summary.json").exists()
