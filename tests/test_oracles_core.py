@@ -92,7 +92,7 @@ def resumed(first, later, saved, seconds):
     if any(first[name] != later[name] for name in ("schedule", "warmup_samples")):
         return None
     if later["schedule"] == "cosine" and first["total_samples"] != later["total_samples"]:
-        return None                                        # each of its rates depends on the end
+        return None  # each of its rates depends on the end
     if all(first[name] == later[name] for name in ("total_samples", "decay_samples", "minutes")):
         return step, known
     if first["schedule"] == "wsd" and seen > known:
