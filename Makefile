@@ -16,8 +16,7 @@ IMPORTS = matplotlib, numpy, pyarrow, pytest, safetensors, tiktoken, torch, tqdm
 
 .PHONY: train recipe align ablate memorize faults flakes test test-all gpu gpu-race clean
 
-# Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20". A machine
-# with bf16 hardware reads over five million tokens in that time, enough for four layers: --n_layer=4
+# Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20"
 train: $(RUN)/summary.json
 	$(PY) sample.py --init_from=$(RUN) --start="$$(printf $(PROMPT))" --temperature=0.7 --max_new_tokens=120
 	@echo "the curve: $(RUN)/loss.png   the log: $(RUN)/log.jsonl   another sample: $(PY) sample.py --init_from=$(RUN) --seed=1"

@@ -1,4 +1,4 @@
-# The model of `make recipe` (studies/recipe.sh): the width of configs/laptop.py with four layers, on an invented
+# The model of `make recipe` (studies/recipe.sh): the size of configs/laptop.py with more heads, on an invented
 # world and real text.
 block_size = 256
 n_layer = 4

@@ -41,7 +41,7 @@ def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
 
 
 def test_a_small_plan_has_no_zeros_and_each_setting_a_meaning():
-    lines = "".join(plan.describe_plan(*plan.read_command("laptop --vocab_size=4096 --gpus=1 --gpu=4090")))
+    lines = "".join(plan.describe_plan(*plan.read_command("laptop --n_layer=2 --vocab_size=4096 --gpus=1 --gpu=4090")))
     # The run of 1,440 steps takes 0.237 seconds, so 5 minutes are 1,712 of them.
     assert (
         "0.97M parameters" in lines
