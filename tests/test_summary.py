@@ -3,7 +3,6 @@
 import csv
 import re
 import textwrap
-from pathlib import Path
 
 from corpora import fill, kept, report, text, write_lines
 
