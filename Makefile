@@ -14,7 +14,7 @@ RUNS = 20
 # What the tests and races of a GPU import
 IMPORTS = matplotlib, numpy, pyarrow, pytest, safetensors, tiktoken, torch, tqdm, transformers
 
-.PHONY: train recipe align ablate memorize faults flakes test test-all gpu gpu-race clean
+.PHONY: train node recipe align ablate memorize faults flakes test test-all gpu gpu-race clean
 
 # Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20"
 train: $(RUN)/summary.json
@@ -26,6 +26,11 @@ $(RUN)/summary.json: | $(DATA)/meta.json
 
 $(DATA)/meta.json: | .venv/ready
 	$(PY) prepare.py --out=$(DATA)
+
+# Eight GPUs of a node, started again after a failure; their data: configs/node.py. More commands: docs/scale.md
+node: .venv/ready
+	bash tools/restart.sh out/node .venv/bin/torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 \
+	    --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 train.py configs/node.py --resume
 
 # The whole chain on an invented world, and a report: out/recipe/report.md. SEEDS=3 takes three times as long
 recipe: .venv/ready

@@ -1,8 +1,6 @@
 # Continued pretraining of the released 8B, on a language or a domain of yours.
 #
-#     bash tools/restart.sh out/continue_8b torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 \
-#         --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 train.py configs/continue_8b.py --data=data/mine-apertus \
-#         --recompute=cheap --micro_batch=4 --resume
+#     python -m tools.plan configs/continue_8b.py --gpus=8 --gpu=h100     # the command to train: docs/scale.md
 #
 # The numbers are those of Greek Apertus (eellak/greek-apertus, a contract of August 2026; its 8B on 80.73B tokens), the
 # one open run that continues Apertus with its own optimizer and loss: half of pretraining's peak learning rate, and a

@@ -10,8 +10,7 @@
 #         --max_bytes=10e9 --tokenizer=apertus --tasks=64 --parts=64 --out=data/web-$L; done
 #     python -m corpus.cluster "hf://datasets/bigcode/starcoderdata/python/*.parquet" \
 #         --text_field=content --max_bytes=20e9 --tokenizer=apertus --tasks=64 --parts=64 --out=data/code
-#     bash tools/restart.sh out/node torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 \
-#         --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 train.py configs/node.py --resume
+#     make node
 out = "out/node"
 # Mixed by their sizes.
 data = ("data/edu,data/web-cmn_Hani,data/web-deu_Latn,data/web-fra_Latn,data/web-ita_Latn,data/web-rus_Cyrl,"

@@ -6,8 +6,7 @@ exchange positions for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each gets al
 the K/P key-value heads that these share. The sums are those of one process, and parameters collect gradients over ranks
 as over micro-batches. Per block and direction it costs two all-to-alls of (B, H, T/P, D) and two of (B, K, T/P, D).
 
-$ torchrun --nproc_per_node=8 --shutdown-timeout=600 --signals-to-handle=SIGTERM,SIGINT,SIGUSR2 \\
-  train.py $(python configs/long.py 8b 64k) --parallel=fsdp --sequence_parallel=8 --resume
+$ $NODE train.py $(python configs/long.py 8b 64k) --parallel=fsdp --sequence_parallel=8 --resume    # docs/scale.md
 """
 
 import torch

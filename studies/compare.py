@@ -16,7 +16,7 @@ import numpy as np
 from engine.intervals import student, t_quantile
 from studies import kit
 
-# A difference whose 95 % interval lies within +- LEVEL bits per byte is called level: half a percent at this size.
+# A difference is level if its 95 % interval lies within +- LEVEL bits per byte: half a percent of a loss of 2.
 LEVEL = 0.01
 
 HEAD = """\

@@ -5,6 +5,7 @@ warm process (tests/faults/launch.py). Results of many ranks are compared with t
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -266,7 +267,10 @@ runpy.run_path("train.py", run_name="__main__")
 @pytest.fixture
 def torchrun(tmp_path):
     """torchrun(script, *args): the documented line, on two ranks: its process, and a function that reads its log."""
-    [line] = [line for line in Path(ROOT, "docs/scale.md").read_text().splitlines() if "configs/node.py" in line]
+    page = Path(ROOT, "docs/scale.md").read_text()
+    [node] = re.findall('^NODE="(.*)"$', page, re.M)
+    [line] = [line for line in page.splitlines() if "configs/node.py" in line]
+    line = line.replace("$NODE", node)
     start_of_line = line.partition("train.py")[0].replace("=8", "=2").replace("out/node", f"{tmp_path}/run")
     start_of_line = start_of_line.replace(" torchrun ", f" {sys.executable} -m torch.distributed.run ")
     started = []

@@ -178,6 +178,10 @@ def test_goldfish_breaks_what_the_other_model_recites():
         for name in ("the page", "without Goldfish", "with Goldfish")
     )
     assert other == page and broken[0] == page[0] and broken[1][:8] != page[1][:8]
+    # README quotes this output. The last line depends on the machine.
+    [quoted] = re.findall(r"```text\n(.*Knowing nothing.*?)\n```", open(f"{ROOT}/README.md").read(), re.S)
+    *quoted, last = quoted.splitlines()
+    assert len(quoted) == 7 and last.startswith("train.py's step") and set(quoted) <= set(done.stdout.splitlines())
 
 
 def test_a_wrong_file_is_one_line(tmp_path):

@@ -39,9 +39,15 @@ def commands(blocks):
 
 
 # Blocks whose commands need each other's files begin with a variable. They run in order; other commands run alone.
+# Make installs packages for some targets: a test reads what it would type.
 CHAIN = commands(block for block in BLOCKS if block.startswith("START="))
 LOOP = commands(block for block in BLOCKS if block.startswith("FROM="))
-COMMANDS = commands(block for block in BLOCKS if not block.startswith(("START=", "FROM=")))
+COMMANDS = [
+    command
+    for command in commands(block for block in BLOCKS if not block.startswith(("START=", "FROM=")))
+    if not re.match("NODE=|make (train|test|node)", command)
+]
+[NODE] = re.findall('^NODE="(.*)"$', read("docs", "scale.md"), re.M)
 
 
 def rows(section):
@@ -77,7 +83,7 @@ def small(lab, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
     def run(command):
-        line = command
+        line = command.replace("$NODE", NODE)
         for theirs, ours in rows("words"):
             line = line.replace(theirs, ours)
         more = [arguments for words, arguments in rows("arguments") if re.search(words, command)]
@@ -104,7 +110,7 @@ def small(lab, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|lm_eval", command)))
+        pytest.param(command, marks=[pytest.mark.slow] * bool(re.search(r"\$NODE|cluster|lm_eval", command)))
         for command in COMMANDS
     ],
 )
@@ -113,11 +119,30 @@ def test_command(command, small):
     small(command)
 
 
-def test_six_lines_from_a_model_to_a_chat_with_ones_own_adapter(small, tmp_path):
+def typed_by_make(target):
+    """What make would type for a target in a fresh clone, in one line."""
+    printed = subprocess.check_output(["make", "-nB", target], cwd=ROOT, text=True)
+    return " ".join(printed.replace("\\\n", " ").split())
+
+
+def test_make_train_types_the_four_commands_of_readme_and_make_test_the_tests():
+    typed = typed_by_make("train")
+    parts = "pip install -q -r requirements.txt", "prepare.py", "train.py configs/laptop.py", "sample.py"
+    places = [typed.index(part) for part in parts]
+    assert places == sorted(places)
+    assert "-m pytest" in typed_by_make("test")
+
+
+def test_make_node_types_the_line_of_docs_scale():
+    [line] = [command for command in commands(BLOCKS) if "configs/node.py" in command]
+    assert line.replace("$NODE", f".venv/bin/{NODE}") in typed_by_make("node")
+
+
+def test_five_lines_from_a_model_to_a_chat_with_ones_own_adapter(small, tmp_path):
     """In order, on a small model: each line uses the files of the one before."""
-    assert CHAIN[0].startswith("START=") and len(CHAIN) == 6
-    plan, show, *_ = map(small, CHAIN[1:])
-    assert "adapters on a base in int8" in plan and "tokens are learnt" in show
+    assert CHAIN[0].startswith("START=") and len(CHAIN) == 5
+    plan, *_ = map(small, CHAIN[1:])
+    assert "adapters on a base in int8" in plan
     left = "mine-chat/adapter/adapter_config.json", "mine-merged/model.safetensors"
     assert all((tmp_path / file).exists() for file in left)
 
