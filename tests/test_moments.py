@@ -47,8 +47,8 @@ def fresh():
         pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=[has_compiler, pytest.mark.slow]),
     ],
 )
-def test_compiled_it_is_eager_to_rounding_and_four_graphs_serve_all_sizes_and_steps(monkeypatch, backend, options):
-    """Graphs: matrices as vectors, vectors, numbers, transposed matrices. In bf16 to the rounding of the moments."""
+def test_compiled_it_is_eager_to_rounding_and_three_graphs_serve_all_sizes_and_steps(monkeypatch, backend, options):
+    """Graphs: vectors, numbers, transposed matrices. In bf16 to the rounding of the moments."""
     torch._dynamo.reset()
     counter, compile = CompileCounterWithBackend(backend), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **how: compile(f, backend=counter, **how))
@@ -58,7 +58,7 @@ def test_compiled_it_is_eager_to_rounding_and_four_graphs_serve_all_sizes_and_st
         fused, two = trained(True, **options)
     bound = dict(rtol=1e-2, atol=1e-2) if backend == "inductor" else dict(rtol=1e-6, atol=1e-7)
     torch.testing.assert_close((fused, two), (eager, one), **bound)
-    assert counter.frame_count == 4
+    assert counter.frame_count == 3
     # Each update raises the version counter, so that autograd rejects a backward pass through older weights.
     assert min(p._version for p in fused) >= 4
     # Noise depends on the element and the step, so only moments within fp32 rounding of it are rounded differently.
