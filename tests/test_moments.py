@@ -48,7 +48,7 @@ def fresh():
     ],
 )
 def test_compiled_it_is_eager_to_rounding_and_three_graphs_serve_all_sizes_and_steps(monkeypatch, backend, options):
-    """Graphs: vectors, which matrices are too, numbers, transposed matrices. In bf16 to the rounding of the moments."""
+    """Graphs: vectors, numbers, transposed matrices. In bf16 to the rounding of the moments."""
     torch._dynamo.reset()
     counter, compile = CompileCounterWithBackend(backend), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **how: compile(f, backend=counter, **how))
