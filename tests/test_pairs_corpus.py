@@ -270,7 +270,7 @@ def test_a_data_folder_holds_the_documents_of_plain_lists(tmp_path, number_of_ro
     sums = printed.partition(" documents in = ")[2].partition("\n")[0]
     assert sorted(sums.split(" + ")) == sorted(f"{reasons.count('')} kept{removed}".split(" + "))
     assert f"{len(rows)} documents in = " in printed and f"{out}: {total['tokens']:,} tokens of " in printed
-    assert f" of byte, in {n_shards} shard{'s' * (n_shards != 1)}; " in printed
+    assert f"vocabulary byte, in {n_shards} shard{'s' * (n_shards != 1)}; " in printed
     longest = max((of_stream for (name, _), of_stream in wanted.items() if name != "probes"), key=len)
     if len(longest) > 1:
         gone = sorted(longest, key=lambda one: ":" not in str(one["id"]))[: len(longest) // 2]
