@@ -30,11 +30,14 @@ ROW = """\
 PAGE = """\
 # {name}
 
+{finding}
+
 {question}
 
 Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). Differences \
 are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all comparisons of this \
-table). Tokens to its loss: the share of its tokens after which an arm reaches the baseline's last loss.
+table). Intervals are over seeds, on one validation text{documents}. Tokens to its loss: the share of its tokens after \
+which an arm reaches the baseline's last loss.
 
 {table}
 {conclusion}
@@ -130,14 +133,46 @@ def table_md(table):
     return HEAD + "".join(map(ROW.format_map, table))
 
 
-def judge(differences, p_holm):
+def contrasts_of(table, contrasts):
+    """
+    The questions that a study has asked before its runs, as a list of dicts with `name`, `differences` and `student`.
+
+    table: of summarise(). contrasts: {name: [arms, others]}, the sum of the last validations of arms minus that of
+    others, for each seed: a difference of two arms, or with two arms on each side a difference of differences. Arms
+    that have failed take their contrasts with them. Adds `conclusion` and `verdict`, by Holm over all contrasts.
+    """
+    ends = {row["arm"]: row["curves"][:, -1] for row in table}
+    rows = [dict(name=name, differences=sum(ends[arm] for arm in arms) - sum(ends[arm] for arm in others))
+            for name, (arms, others) in contrasts.items() if {*arms, *others} <= ends.keys()]
+    for row in rows:
+        row["student"] = student(row["differences"])
+    for row, p_holm in zip(rows, kit.holm([row["student"][2] for row in rows])):
+        difference, half, _ = row["student"]
+        row["p_holm"] = p_holm
+        row["verdict"] = judge(row["differences"], p_holm, ("Below zero.", "Above zero."))
+        row["conclusion"] = (
+            f"{row['name']}: {difference:+.3f} ± {half:.3f} bits per byte ({len(row['differences'])} seeds, "
+            f"{table[0]['total']:,} tokens). {row['verdict']}")
+    return rows
+
+
+def contrasts_md(contrasts):
+    """The contrasts as a Markdown table below that of the arms; "" if there are none."""
+    if not contrasts:
+        return ""
+    lines = [[row["name"], "{:+.4f} ± {:.4f}".format(*row["student"]), f"{row['student'][2]:.3f}, {row['p_holm']:.3f}",
+              row["verdict"]] for row in contrasts]
+    return "\n" + kit.table_md("| asked before the runs | bits/byte | p, by Holm | verdict |", lines)
+
+
+def judge(differences, p_holm, words=("Better.", "Worse.")):
     """
     In words: better, worse, level, or not decided, with the number of seeds that would decide it if mean and spread
-    stay. differences: by seed, in bits per byte.
+    stay. differences: by seed, in bits per byte. words: for a significant difference below and above zero.
     """
     mean, half, _ = student(differences)
     if p_holm < 0.05:
-        return "Better." if mean < 0 else "Worse."
+        return words[mean > 0]
     if abs(mean) + half <= LEVEL:
         return f"Level: the interval lies within ±{LEVEL} bits per byte."
     # The interval excludes 0 if its half is below |mean|; it lies within +-LEVEL if that is below LEVEL - |mean|.
@@ -171,8 +206,8 @@ def conclude(arm, baseline, difference, half, p_holm):
 
 def describe_origin(rows, command):
     """
-    {command, size, data}: texts of the page, from the rows alone. Old rows have not recorded all of them: then the page
-    says so, and names the command of today.
+    {command, size, data, documents}: texts of the page, from the rows alone. Old rows have not recorded all of them:
+    then the page says so, and names the command of today.
     """
     row = rows[-1]
     texts = {key: f"`{row[key]}`" if key in row else "not recorded" for key in ("command", "size", "data")}
@@ -180,6 +215,9 @@ def describe_origin(rows, command):
         texts["command"] += f" (today: `{command}`)"
     if "data_hash" in row and "data" in row:
         texts["data"] += f" ({row['data_hash'][:10]})"
+    # Older rows have no number; those of the committed studies are of data/stdlib.
+    documents = row.get("val_documents", 25 if row.get("data", "data/stdlib") == "data/stdlib" else None)
+    texts["documents"] = f" of {documents} documents" if documents else ""
     return texts
 
 

@@ -17,12 +17,14 @@ from studies import kit
 from studies.ablate import STUDIES
 
 ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, study in STUDIES.items()}
+# The others have no results yet.
+FINISHED = {folder: name for folder, name in ABLATIONS.items() if Path(ROOT, folder).exists()}
 
 
 @pytest.mark.parametrize(
     "folder, command, page",
     [
-        *[(folder, f"studies.ablate {name} --report --out=NEW/..", "table.md") for folder, name in ABLATIONS.items()],
+        *[(folder, f"studies.ablate {name} --report --out=NEW/..", "table.md") for folder, name in FINISHED.items()],
         ("results/ablations", "studies.ablate --overview --out=NEW", "overview.md"),
         ("results/align", "studies.align --report --results=NEW", "table.md"),
         ("results/length", "studies.length --report --results=NEW", "table.md"),
