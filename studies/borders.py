@@ -16,6 +16,7 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -71,7 +72,8 @@ def main():
             bytes=sum(len(tok.decode_bytes(ids)) for ids in documents),
             shards=[dict(file=name) | write_shard(f"{out}/{name}", [stream])])
         print(f"{split}: {len(documents):,} documents, {len(stream):,} tokens")
-    shutil.copy(f"{folder}/tokenizer.json", out)
+    if os.path.exists(f"{folder}/tokenizer.json"):          # other vocabularies have names
+        shutil.copy(f"{folder}/tokenizer.json", out)
     # meta.json is written last and marks the folder as complete.
     vocabulary = {key: meta[key] for key in ("tokenizer", "tokenizer_hash", "vocab_size", "bos", "eos")}
     kit.write(f"{out}/meta.json", json.dumps(vocabulary | dict(sources=dict(borders=splits))))

@@ -20,7 +20,7 @@ from studies import kit
 LEVEL = 0.01
 
 HEAD = """\
-| arm | lr | seeds | bits/byte, mean ± sd | against the baseline | tokens to its loss | tokens | parameters | CPU s |
+| arm | lr | seeds | bits/byte | against the baseline | tokens to its loss | tokens | parameters | CPU s |
 |---|---|---|---|---|---|---|---|---|
 """
 ROW = """\
@@ -32,12 +32,12 @@ PAGE = """\
 
 {finding}
 
-{question}
+Question: {question}
 
-Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). Differences \
-are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all comparisons of this \
-table). Intervals are over seeds, on one validation text{documents}. Tokens to its loss: the share of its tokens after \
-which an arm reaches the baseline's last loss.
+Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). ± is half of a \
+95 % interval by Student's t over seeds, on one validation text{documents}. Differences are paired by seed, so their \
+intervals are narrower (p, and p by Holm for all comparisons of this table). Tokens to its loss: the share of its \
+tokens after which an arm reaches the baseline's last loss.
 
 {table}
 {conclusion}
@@ -81,9 +81,9 @@ def summarise(rows):
     """
     A dict for each arm, a line of table.md. The first arm is the baseline.
 
-    bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
-    seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * and `edge` is a word if it is the
-    lowest or the highest that was tried, so a better one may lie beyond. curves: (seeds, n), of n validations.
+    bits_per_byte: mean and half of its 95 % interval over seeds, last validation. differences: from the baseline,
+    by seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * and `edge` is a word if it is
+    the lowest or the highest that was tried, so a better one may lie beyond. curves: (seeds, n), of n validations.
     tokens_to_loss: the share of the tokens after which the lowest validation of their mean so far reaches the
     baseline's last one, by interpolation. cpu_seconds: the mean of a run as a text, "-" where rows have none.
     """
@@ -105,7 +105,7 @@ def summarise(rows):
             lr=f"{lr:g}{'*' if lr in edges else ''}",
             edge=edges.get(lr, ""),
             seeds=len(runs),
-            bits_per_byte=kit.interval(ends, 4, statistics.stdev),
+            bits_per_byte=kit.interval(ends, 4),
             differences=ends - base,
             student=student(ends - base),
             tokens_to_loss=f"{np.interp(-goal, -lowest, tokens) / tokens[-1]:.0%}" if lowest[-1] <= goal else "never",

@@ -68,6 +68,31 @@ def test_differences_are_of_runs_with_one_seed_in_whatever_order():
     assert b["differences"] == pytest.approx([0.1, 0.1, 0.1])
 
 
+def test_contrasts_are_sums_of_arms_by_seed():
+    """
+    A difference of differences of four arms, whatever the seeds add to all of them. Authority: scipy's t-test of one
+    sample and its interval. An arm that failed takes its contrasts with it.
+    """
+    finals = dict(a=[0.1, 0.2, 0.4], b=[0.3, 0.3, 0.9], c=[0.0, 0.1, 0.2], d=[0.05, 0.1, 0.4])
+    rows = [run(arm, seed, 10 * seed + end) for arm in finals for seed, end in enumerate(finals[arm], 1)]
+    contrasts = {"b - a": [["b"], ["a"]], "change": [["d", "a"], ["c", "b"]]}
+    values = [finals["d"][i] + finals["a"][i] - finals["c"][i] - finals["b"][i] for i in range(3)]
+    difference, change = compare.contrasts_of(compare.summarise(rows), contrasts)
+    assert change["differences"] == pytest.approx(values)
+    mean, half, p = change["student"]
+    assert p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    low, high = stats.t.interval(0.95, 2, mean, stats.sem(values))
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+    ps = [stats.ttest_1samp(row["differences"], 0).pvalue for row in (difference, change)]
+    assert [difference["p_holm"], change["p_holm"]] == pytest.approx(kit.holm(ps))
+    page = compare.contrasts_md([difference, change])
+    assert f"| change | {mean:+.4f} ± {half:.4f} |" in page and compare.contrasts_md([]) == ""
+    sure = [row | dict(val_bpb=[9.0, row["val_bpb"][-1] - (row["arm"] == "d")]) for row in rows]
+    assert compare.contrasts_of(compare.summarise(sure), contrasts)[1]["verdict"] == "Below zero."
+    rows[-1] |= dict(error="out of memory")
+    assert [row["name"] for row in compare.contrasts_of(compare.summarise(rows), contrasts)] == ["b - a"]
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
