@@ -210,7 +210,8 @@ def describe_origin(rows, command):
     then the page says so, and names the command of today.
     """
     row = rows[-1]
-    texts = {key: f"`{' '.join(row[key].split())}`" if key in row else "not recorded" for key in ("command", "size", "data")}
+    keys = ("command", "size", "data")
+    texts = {key: f"`{' '.join(row[key].split())}`" if key in row else "not recorded" for key in keys}
     if "command" not in row:
         texts["command"] += f" (today: `{command}`)"
     if "data_hash" in row and "data" in row:
