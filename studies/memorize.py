@@ -20,7 +20,7 @@ windows of T = 256. And the scope "window" (Apertus) never drops the first h - 1
 dropped elsewhere is still trained in r (h - 1) / T of r copies: 12 of 128 at h = 50 and T = 512, but 1.5 at Apertus'
 4096. So k = h = 50 is tested with T = 512 and suffixes of 250 tokens, and also with the scope "stream", which behaves
 like long windows. "k50" has the hash "mix", which drops one label in k; "product" is the published hash, which drops
-fewer. Which of them recites more is in results/product:
+fewer. To see which of them recites more:
 
 $ python -m studies.memorize '--models=k50-stream product-stream' --background=200_000 --out=results/product
 
