@@ -41,7 +41,7 @@ align: .venv/ready
 
 # What each part of Apertus does, with seeds: make ablate STUDY=optimizer (the names in configs/ablations.toml)
 ablate: | $(DATA)/meta.json
-	$(PY) -m studies.ablate $(STUDY) --data=$(DATA)
+	$(PY) -m studies.ablate $(STUDY) $(if $(filter-out data/stdlib,$(DATA)),--data=$(DATA))
 	$(PY) -m studies.ablate --overview
 
 # What a small model recites, with and without Goldfish: make memorize BOOKS="a.txt b.txt" (else the standard library)

@@ -344,6 +344,9 @@ def last_fifths(rows):
 
 HEAD = """# When PPO collapses, at the size of a laptop
 
+In 122,880 steps of CartPole, twenty epochs instead of four raise the norm of the pre-activations from 4.16 ± 0.58 to
+9.10 ± 3.40, and the rank of the features does not collapse (five seeds).
+
 `python -m papers.ppo_collapse` writes this page: CartPole, 60 rollouts (122,880 steps) per run, five seeds. ± is half
 of the 95 % interval by Student's t, over seeds, of the mean of the last fifth of each run.
 

@@ -20,7 +20,7 @@ from studies import kit
 LEVEL = 0.01
 
 HEAD = """\
-| arm | lr | seeds | bits/byte, mean ± sd | against the baseline | tokens to its loss | tokens | parameters | CPU s |
+| arm | lr | seeds | bits/byte | against the baseline | tokens to its loss | tokens | parameters | CPU s |
 |---|---|---|---|---|---|---|---|---|
 """
 ROW = """\
@@ -30,11 +30,14 @@ ROW = """\
 PAGE = """\
 # {name}
 
-{question}
+{finding}
 
-Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). Differences \
-are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all comparisons of this \
-table). Tokens to its loss: the share of its tokens after which an arm reaches the baseline's last loss.
+Question: {question}
+
+Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). ± is half of a \
+95 % interval by Student's t over seeds, on one validation text{documents}. Differences are paired by seed, so their \
+intervals are narrower (p, and p by Holm for all comparisons of this table). Tokens to its loss: the share of its \
+tokens after which an arm reaches the baseline's last loss.
 
 {table}
 {conclusion}
@@ -78,9 +81,9 @@ def summarise(rows):
     """
     A dict for each arm, a line of table.md. The first arm is the baseline.
 
-    bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
-    seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * and `edge` is a word if it is the
-    lowest or the highest that was tried, so a better one may lie beyond. curves: (seeds, n), of n validations.
+    bits_per_byte: mean and half of its 95 % interval over seeds, last validation. differences: from the baseline,
+    by seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * and `edge` is a word if it is
+    the lowest or the highest that was tried, so a better one may lie beyond. curves: (seeds, n), of n validations.
     tokens_to_loss: the share of the tokens after which the lowest validation of their mean so far reaches the
     baseline's last one, by interpolation. cpu_seconds: the mean of a run as a text, "-" where rows have none.
     """
@@ -102,7 +105,7 @@ def summarise(rows):
             lr=f"{lr:g}{'*' if lr in edges else ''}",
             edge=edges.get(lr, ""),
             seeds=len(runs),
-            bits_per_byte=kit.interval(ends, 4, statistics.stdev),
+            bits_per_byte=kit.interval(ends, 4),
             differences=ends - base,
             student=student(ends - base),
             tokens_to_loss=f"{np.interp(-goal, -lowest, tokens) / tokens[-1]:.0%}" if lowest[-1] <= goal else "never",
@@ -130,14 +133,46 @@ def table_md(table):
     return HEAD + "".join(map(ROW.format_map, table))
 
 
-def judge(differences, p_holm):
+def contrasts_of(table, contrasts):
+    """
+    The questions that a study has asked before its runs, as a list of dicts with `name`, `differences` and `student`.
+
+    table: of summarise(). contrasts: {name: [arms, others]}, the sum of the last validations of arms minus that of
+    others, for each seed: a difference of two arms, or with two arms on each side a difference of differences. Arms
+    that have failed take their contrasts with them. Adds `conclusion` and `verdict`, by Holm over all contrasts.
+    """
+    ends = {row["arm"]: row["curves"][:, -1] for row in table}
+    rows = [dict(name=name, differences=sum(ends[arm] for arm in arms) - sum(ends[arm] for arm in others))
+            for name, (arms, others) in contrasts.items() if {*arms, *others} <= ends.keys()]
+    for row in rows:
+        row["student"] = student(row["differences"])
+    for row, p_holm in zip(rows, kit.holm([row["student"][2] for row in rows])):
+        difference, half, _ = row["student"]
+        row["p_holm"] = p_holm
+        row["verdict"] = judge(row["differences"], p_holm, ("Below zero.", "Above zero."))
+        row["conclusion"] = (
+            f"{row['name']}: {difference:+.3f} ± {half:.3f} bits per byte ({len(row['differences'])} seeds, "
+            f"{table[0]['total']:,} tokens). {row['verdict']}")
+    return rows
+
+
+def contrasts_md(contrasts):
+    """The contrasts as a Markdown table below that of the arms; "" if there are none."""
+    if not contrasts:
+        return ""
+    lines = [[row["name"], "{:+.4f} ± {:.4f}".format(*row["student"]), f"{row['student'][2]:.3f}, {row['p_holm']:.3f}",
+              row["verdict"]] for row in contrasts]
+    return "\n" + kit.table_md("| asked before the runs | bits/byte | p, by Holm | verdict |", lines)
+
+
+def judge(differences, p_holm, words=("Better.", "Worse.")):
     """
     In words: better, worse, level, or not decided, with the number of seeds that would decide it if mean and spread
-    stay. differences: by seed, in bits per byte.
+    stay. differences: by seed, in bits per byte. words: for a significant difference below and above zero.
     """
     mean, half, _ = student(differences)
     if p_holm < 0.05:
-        return "Better." if mean < 0 else "Worse."
+        return words[mean > 0]
     if abs(mean) + half <= LEVEL:
         return f"Level: the interval lies within ±{LEVEL} bits per byte."
     # The interval excludes 0 if its half is below |mean|; it lies within +-LEVEL if that is below LEVEL - |mean|.
@@ -171,15 +206,19 @@ def conclude(arm, baseline, difference, half, p_holm):
 
 def describe_origin(rows, command):
     """
-    {command, size, data}: texts of the page, from the rows alone. Old rows have not recorded all of them: then the page
-    says so, and names the command of today.
+    {command, size, data, documents}: texts of the page, from the rows alone. Old rows have not recorded all of them:
+    then the page says so, and names the command of today.
     """
     row = rows[-1]
-    texts = {key: f"`{row[key]}`" if key in row else "not recorded" for key in ("command", "size", "data")}
+    keys = ("command", "size", "data")
+    texts = {key: f"`{' '.join(row[key].split())}`" if key in row else "not recorded" for key in keys}
     if "command" not in row:
         texts["command"] += f" (today: `{command}`)"
     if "data_hash" in row and "data" in row:
         texts["data"] += f" ({row['data_hash'][:10]})"
+    # Older rows have no number; those of the committed studies are of data/stdlib.
+    documents = row.get("val_documents", 25 if row.get("data", "data/stdlib") == "data/stdlib" else None)
+    texts["documents"] = f" of {documents} documents" if documents else ""
     return texts
 
 

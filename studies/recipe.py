@@ -105,6 +105,9 @@ def score(rows, model, field, **where):
 
 REPORT = """# An Apertus from start to end
 
+The base model answers {read} of the questions about people it only read about, and {refused} of those about people on
+pages that opted out, where guessing gives 0.053 ({seeds} seeds, Wilson's 95 % intervals over questions).
+
 The results of `bash studies/recipe.sh {seeds}`, which has the commands; the world is `studies/world.py`. Answers are
 greedy. Shares are over all questions of all seeds, with Wilson's 95 % interval. It is for these models alone: five
 questions share a person, and models of other seeds can differ several times as much. ± is half of the 95 % interval
@@ -224,6 +227,8 @@ def report_md(rows):
     first = rows[0]
     return REPORT.format(
         seeds=len(rows),
+        read=score(rows, "base", "right", kind="text", group="test")[0],
+        refused=score(rows, "base", "right", kind="text", group="refused")[0],
         first=first,
         removed=defaultdict(lambda: [0], first["total"]["removed"]),
         charter=CHARTER,

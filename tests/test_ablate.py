@@ -68,6 +68,31 @@ def test_differences_are_of_runs_with_one_seed_in_whatever_order():
     assert b["differences"] == pytest.approx([0.1, 0.1, 0.1])
 
 
+def test_contrasts_are_sums_of_arms_by_seed():
+    """
+    A difference of differences of four arms, whatever the seeds add to all of them. Authority: scipy's t-test of one
+    sample and its interval. An arm that failed takes its contrasts with it.
+    """
+    finals = dict(a=[0.1, 0.2, 0.4], b=[0.3, 0.3, 0.9], c=[0.0, 0.1, 0.2], d=[0.05, 0.1, 0.4])
+    rows = [run(arm, seed, 10 * seed + end) for arm in finals for seed, end in enumerate(finals[arm], 1)]
+    contrasts = {"b - a": [["b"], ["a"]], "change": [["d", "a"], ["c", "b"]]}
+    values = [finals["d"][i] + finals["a"][i] - finals["c"][i] - finals["b"][i] for i in range(3)]
+    difference, change = compare.contrasts_of(compare.summarise(rows), contrasts)
+    assert change["differences"] == pytest.approx(values)
+    mean, half, p = change["student"]
+    assert p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    low, high = stats.t.interval(0.95, 2, mean, stats.sem(values))
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+    ps = [stats.ttest_1samp(row["differences"], 0).pvalue for row in (difference, change)]
+    assert [difference["p_holm"], change["p_holm"]] == pytest.approx(kit.holm(ps))
+    page = compare.contrasts_md([difference, change])
+    assert f"| change | {mean:+.4f} ± {half:.4f} |" in page and compare.contrasts_md([]) == ""
+    sure = [row | dict(val_bpb=[9.0, row["val_bpb"][-1] - (row["arm"] == "d")]) for row in rows]
+    assert compare.contrasts_of(compare.summarise(sure), contrasts)[1]["verdict"] == "Below zero."
+    rows[-1] |= dict(error="out of memory")
+    assert [row["name"] for row in compare.contrasts_of(compare.summarise(rows), contrasts)] == ["b - a"]
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
@@ -202,12 +227,11 @@ def test_studies_that_write_the_same_settings_in_other_words_share_a_finished_ru
     A finished run is one whose record has its arguments. Of a start model or of another checkout a setting at our
     default may differ from theirs, so there it counts.
     """
-    monkeypatch.setattr(ablate, "data", data)
     monkeypatch.setattr(ablate, "runs", str(tmp_path))
     sources = {script: kit.read_sources(script) for script in ablate.SCRIPTS} | {"../idea": {}}
 
     def plan(arm, size="configs/tiny.py", code=""):
-        study = ablate.STUDY | dict(arms=dict(one=arm), size=size, code=code)
+        study = ablate.STUDY | dict(arms=dict(one=arm), size=size, code=code, data=data)
         return ablate.plan_run(study, sources, "one", 3e-3, 1)
 
     first = plan("--activation=xielu", "configs/tiny.py --dtype=float32")
@@ -232,19 +256,17 @@ def test_studies_that_write_the_same_settings_in_other_words_share_a_finished_ru
         ("--total_samples=2400", r"arm mine trains on 614,400 tokens, base on 307,200"),
     ],
 )
-def test_an_arm_sets_neither_rate_nor_seed_nor_data_nor_length(data, tmp_path, monkeypatch, args, says):
+def test_an_arm_sets_neither_rate_nor_seed_nor_data_nor_length(data, tmp_path, args, says):
     """In its flags or in a config of its own. The baseline's config has a rate, which is a default and no error."""
-    monkeypatch.setattr(ablate, "data", data)
     (tmp_path / "own.py").write_text(f"data = '{data}'\nlr = 1e-3\n")
     arms = dict(base="configs/ablations/llama.py", mine=args.replace("CONFIG", f"{tmp_path}/own.py"))
     with pytest.raises(ValueError, match=says):
-        ablate.check_lengths(ablate.STUDY | dict(arms=arms), dict.fromkeys(ablate.SCRIPTS))
+        ablate.check_lengths(ablate.STUDY | dict(arms=arms, data=data), dict.fromkeys(ablate.SCRIPTS))
 
 
-def test_size_sets_neither_rate_nor_seed(data, monkeypatch):
+def test_size_sets_neither_rate_nor_seed(data):
     """The configs of --size have a rate and a folder, which are defaults and no error."""
-    monkeypatch.setattr(ablate, "data", data)
-    study = ablate.STUDY | dict(arms=dict(base=""), size="configs/laptop.py")
+    study = ablate.STUDY | dict(arms=dict(base=""), size="configs/laptop.py", data=data)
     ablate.check_lengths(study, dict.fromkeys(ablate.SCRIPTS))
     with pytest.raises(ValueError, match="--size sets lr, seed, which the study sets"):
         wrong = study | dict(size="configs/laptop.py --seed=7 --lr=1e-2")
@@ -373,7 +395,7 @@ def test_each_arm_of_each_committed_study_is_a_run_of_its_own(data, monkeypatch)
     assert other["folder"].startswith("out/ablations/tying-") and other["reading"] == ""
     assert f"--data={data}" in other["command"]
     for name, study in STUDIES.items():
-        study = ablate.STUDY | study
+        study = ablate.STUDY | study | dict(data=data)
         plans = {arm: ablate.plan_run(study, dict.fromkeys(ablate.SCRIPTS), arm, 1e-3, 1) for arm in study["arms"]}
         assert len({run.folder for run in plans.values()}) == len(plans)
         structured = {arm for arm, run in plans.items() if run.command[0] == "papers.structured_ffn"}

@@ -96,3 +96,25 @@ def test_a_small_study_plants_its_passages_and_its_rows_are_those_of_the_trained
     for kind, prefix in (("greedy", 12), ("nucleus", 50)):
         row = memorize.recite(model, 1, [probes[2]["ids"]], kind, prefix, 50)
         assert dict(row, model="k4", seed=11, repetitions=16) in rows
+
+
+def test_the_product_is_judged_by_the_rule():
+    """Paired by seed, against the mixing hash of the same scope."""
+
+    def rows(model, scores):
+        return [
+            dict(model=model, seed=11 + i, kind="greedy", prefix=50, suffix=250, repetitions=128, rouge=score)
+            for i, score in enumerate(scores)
+        ]
+
+    mix = [0.2, 0.5, 0.8]
+    for change, verdict in (
+        ([0.2, 0.21, 0.22], "the product recites more."),
+        ([-0.2, -0.21, -0.22], "the product recites less."),
+        ([0.01, 0.0, -0.01], "level."),
+        ([0.3, -0.2, 0.1], "not decided."),
+    ):
+        product = [a + b for a, b in zip(mix, change)]
+        page = memorize.table_md(rows("k50-stream", mix) + rows("product-stream", product))
+        assert page.endswith(f" of Rouge-L against the mixing hash: {verdict}\n")
+    assert "Rule" not in memorize.table_md(rows("k50-stream", mix))

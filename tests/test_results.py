@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import types
 from pathlib import Path
@@ -17,12 +18,14 @@ from studies import kit
 from studies.ablate import STUDIES
 
 ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, study in STUDIES.items()}
+# The others have no results yet.
+FINISHED = {folder: name for folder, name in ABLATIONS.items() if Path(ROOT, folder).exists()}
 
 
 @pytest.mark.parametrize(
     "folder, command, page",
     [
-        *[(folder, f"studies.ablate {name} --report --out=NEW/..", "table.md") for folder, name in ABLATIONS.items()],
+        *[(folder, f"studies.ablate {name} --report --out=NEW/..", "table.md") for folder, name in FINISHED.items()],
         ("results/ablations", "studies.ablate --overview --out=NEW", "overview.md"),
         ("results/align", "studies.align --report --results=NEW", "table.md"),
         ("results/length", "studies.length --report --results=NEW", "table.md"),
@@ -41,6 +44,22 @@ def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page,
     assert (new / page).read_text() == wanted.read_text()
     for picture in wanted.parent.glob("*.png"):
         assert (new / picture.name).stat().st_size > 9000
+
+
+@pytest.mark.parametrize("folder, name", FINISHED.items())
+def test_the_numbers_of_a_finding_are_in_its_table(folder, name):
+    """The mean and half of the interval, as rounded from those of the table, whose sign words may replace."""
+    study = STUDIES[name]
+    intervals = r"([+-]?\d\.\d+) ± (\d\.\d+)"
+    table = [
+        (abs(float(mean)), float(half))
+        for mean, half in re.findall(intervals, Path(ROOT, folder, "table.md").read_text())
+    ]
+    quoted = re.findall(intervals, study["finding"])
+    assert quoted and re.search(r"\d seeds", study["finding"])
+    for mean, half in quoted:
+        near = [pair for pair in table if abs(pair[0] - abs(float(mean))) < 6e-4 and abs(pair[1] - float(half)) < 6e-4]
+        assert near, f"{mean} ± {half}"
 
 
 # -----------------------------------------------------------------------------

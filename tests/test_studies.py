@@ -9,7 +9,10 @@ from conftest import table
 from lab import run
 from shell import run_shell
 
-from studies import kit
+from data import open_data
+from engine.files import read_json
+from engine.runs import settings_of
+from studies import borders, kit
 
 # Flags that make a study's commands small. QRPO needs a model that ends its answers, and rewards that differ.
 SMALL = """
@@ -64,3 +67,21 @@ def test_the_recipe_runs_to_its_page_and_picture(lab, tmp_path):
 
     assert run_shell("studies/recipe.sh", call=call, OUT=str(tmp_path)) == 0
     assert all((tmp_path / name).stat().st_size > 200 for name in ("report.md", "recipe.png"))
+
+
+def test_pieces_of_documents_keep_their_tokens_and_get_other_neighbours(lab, tmp_path):
+    """
+    Each piece has 40 to 80 tokens and stands in one document of the old folder. Neighbours are of different documents,
+    and training and validation share none.
+    """
+    run("studies.borders", str(lab / "data"), f"--out={tmp_path}/new")
+    assert open_data(dict(settings_of(lab / "pretrained"), data=f"{tmp_path}/new"), 256, True)
+    for split in ("train", "val"):
+        old, new = (
+            [piece.tobytes() for piece in borders.documents_of(read_json(f"{folder}/meta.json"), split, folder)]
+            for folder in (lab / "data", tmp_path / "new")
+        )
+        origins = [[i for i, text in enumerate(old) if piece in text] for piece in new]
+        assert all(40 <= len(piece) // 2 <= 80 for piece in new) and all(origins)
+        assert 0.97 < sum(map(len, new)) / sum(map(len, old)) <= 1
+        assert split == "val" or sum(a == b for a, b in zip(origins, origins[1:])) < len(new) / 10

