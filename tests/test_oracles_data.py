@@ -105,10 +105,12 @@ def test_tokens_have_the_log_probabilities_of_transformers_in_any_batch(sizes):
         assert found == approx(-logp[first - 1 :].numpy(), rel=1e-3, abs=1e-4)
 
 
-def test_a_run_of_a_study_is_named_after_its_settings_its_data_and_its_sources_alone(tmp_path, monkeypatch, data):
+def test_a_run_of_a_study_is_named_after_its_settings_its_data_and_its_sources_alone(tmp_path, data):
     meta, arms = f"{shutil.copytree(data, tmp_path / 'data')}/meta.json", dict(one="--alpha=3.0", same="--alpha=3.0")
-    monkeypatch.setattr(ablate, "data", f"{tmp_path}/data")
-    study, sources = ablate.STUDY | dict(arms=arms), {script: dict(model="1") for script in ablate.SCRIPTS}
+    study, sources = (
+        ablate.STUDY | dict(arms=arms, data=f"{tmp_path}/data"),
+        {script: dict(model="1") for script in ablate.SCRIPTS},
+    )
 
     def folder(arm="one", lr=0.5, seed=1, **changes):
         return ablate.plan_run(study | changes, sources, arm, lr, seed).folder
@@ -130,8 +132,9 @@ def test_a_run_of_a_study_is_named_after_its_settings_its_data_and_its_sources_a
 
 
 def test_a_study_keeps_the_threads_of_the_user_and_a_tenth_of_each_rate(tmp_path, monkeypatch, data):
-    monkeypatch.setattr(ablate, "data", data)
-    plan = ablate.plan_run(ablate.STUDY | dict(arms=dict(one="")), dict.fromkeys(ablate.SCRIPTS), "one", 0.5, 1)
+    plan = ablate.plan_run(
+        ablate.STUDY | dict(arms=dict(one=""), data=data), dict.fromkeys(ablate.SCRIPTS), "one", 0.5, 1
+    )
     assert "--min_lr=0.05" in plan.command
     asked = []
 
