@@ -53,20 +53,17 @@ def documents_of(meta, split, folder):
     return [ids[(ids != meta["bos"]) & (ids != meta["eos"])] for ids in documents if len(ids)]
 
 
-def main():
-    """Write the folder. ValueError if no one folder is named, or the lengths of the pieces are none."""
-    if len(paths) > 1:
-        raise ValueError(f"name one data folder, not {len(paths)}: python -m studies.borders data/stdlib")
-    if len(pieces) != 2 or not 1 <= pieces[0] <= pieces[1]:
-        raise ValueError(f"--pieces={pieces}: want the shortest and the longest in tokens, such as --pieces=40,80")
-    folder = (paths or ["data/stdlib"])[0]
-    meta, tok, rng, splits = meta_of(folder), tokenizers.load_for(folder), np.random.default_rng(0), {}
-    for split in SPLITS:
-        documents = cut(documents_of(meta, split, folder), rng)
+def write_folder(out, folder, source, **splits):
+    """
+    Write documents as the data folder `out`, with one source. splits: train and val, lists of ids without <s> and </s>.
+    folder: the one that they are from, whose vocabulary is copied.
+    """
+    meta, tok, entries = meta_of(folder), tokenizers.load_for(folder), {}
+    for split, documents in splits.items():
         name = f"{split}_00000.npy"
         kit.write(f"{out}/{name}", "")
         stream = np.concatenate([[tok.bos, *ids, tok.eos] for ids in documents]).astype(np.uint16)
-        splits[split] = dict(
+        entries[split] = dict(
             documents=len(documents),
             tokens=len(stream),
             bytes=sum(len(tok.decode_bytes(ids)) for ids in documents),
@@ -76,7 +73,18 @@ def main():
         shutil.copy(f"{folder}/tokenizer.json", out)
     # meta.json is written last and marks the folder as complete.
     vocabulary = {key: meta[key] for key in ("tokenizer", "tokenizer_hash", "vocab_size", "bos", "eos")}
-    kit.write(f"{out}/meta.json", json.dumps(vocabulary | dict(sources=dict(borders=splits))))
+    kit.write(f"{out}/meta.json", json.dumps(vocabulary | dict(sources={source: entries})))
+
+
+def main():
+    """Write the folder. ValueError if no one folder is named, or the lengths of the pieces are none."""
+    if len(paths) > 1:
+        raise ValueError(f"name one data folder, not {len(paths)}: python -m studies.borders data/stdlib")
+    if len(pieces) != 2 or not 1 <= pieces[0] <= pieces[1]:
+        raise ValueError(f"--pieces={pieces}: want the shortest and the longest in tokens, such as --pieces=40,80")
+    folder = (paths or ["data/stdlib"])[0]
+    meta, rng = meta_of(folder), np.random.default_rng(0)
+    write_folder(out, folder, "borders", **{split: cut(documents_of(meta, split, folder), rng) for split in SPLITS})
 
 
 if __name__ == "__main__":

@@ -69,6 +69,10 @@ def test_the_recipe_runs_to_its_page_and_picture(lab, tmp_path):
     assert all((tmp_path / name).stat().st_size > 200 for name in ("report.md", "recipe.png"))
 
 
+def read_documents(folder, split):
+    return borders.documents_of(read_json(f"{folder}/meta.json"), split, folder)
+
+
 def test_pieces_of_documents_keep_their_tokens_and_get_other_neighbours(lab, tmp_path):
     """
     Each piece has 40 to 80 tokens and stands in one document of the old folder. Neighbours are of different documents,
@@ -78,10 +82,23 @@ def test_pieces_of_documents_keep_their_tokens_and_get_other_neighbours(lab, tmp
     assert open_data(dict(settings_of(lab / "pretrained"), data=f"{tmp_path}/new"), 256, True)
     for split in ("train", "val"):
         old, new = (
-            [piece.tobytes() for piece in borders.documents_of(read_json(f"{folder}/meta.json"), split, folder)]
-            for folder in (lab / "data", tmp_path / "new")
+            [piece.tobytes() for piece in read_documents(folder, split)] for folder in (lab / "data", tmp_path / "new")
         )
         origins = [[i for i, text in enumerate(old) if piece in text] for piece in new]
         assert all(40 <= len(piece) // 2 <= 80 for piece in new) and all(origins)
         assert 0.97 < sum(map(len, new)) / sum(map(len, old)) <= 1
         assert split == "val" or sum(a == b for a, b in zip(origins, origins[1:])) < len(new) / 10
+
+
+def test_a_part_of_a_folder_is_its_documents_up_to_a_number_of_tokens_and_all_of_its_validation(lab, tmp_path):
+    """Whole documents of the old folder, none twice; the last is the beginning of one."""
+    run("studies.repeat", str(lab / "data"), "--tokens=30_000", f"--out={tmp_path}/new")
+    old, new = lab / "data", tmp_path / "new"
+    assert sum(map(len, read_documents(new, "train"))) + 2 * len(read_documents(new, "train")) == 30_000
+    *whole, cut = (ids.tobytes() for ids in read_documents(new, "train"))
+    texts = [ids.tobytes() for ids in read_documents(old, "train")]
+    assert len(whole) > 1 and len({*whole}) == len(whole) and {*whole} <= {*texts}
+    assert any(text.startswith(cut) for text in texts if text not in whole)
+    for a, b in zip(read_documents(old, "val"), read_documents(new, "val"), strict=True):
+        assert a.tobytes() == b.tobytes()
+    assert open_data(dict(settings_of(lab / "pretrained"), data=str(new)), 256, True)
