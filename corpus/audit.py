@@ -63,7 +63,7 @@ class Query:
     """A user's search: an id, a URL, a host or a text."""
     asked: str          # as the user wrote it: the text itself, or the name of a file
     is_file: bool
-    text: str           # the content of the file, or the search itself
+    text: str           # the content of the file, or `asked`
     names: set          # as names_of() has them
 
     @property

@@ -52,7 +52,7 @@ RESERVED = {
 }
 # Headers with preferences about training.
 USAGE = ("content-usage", "content-signal", "content-signals", "usage-pref")
-# Gaps in the statements about a page that no signal forbids; --missing=deny removes the page.
+# Open questions about a page that no signal forbids; --missing=deny removes the page.
 UNKNOWN = {
     "cut": "the host's robots.txt has rules behind its first 500 KiB, which are not read",
     "unread": "headers, <meta> or <link> that cannot be read",
