@@ -256,7 +256,7 @@ def check_same_ids(path, content, settings, spelled, pieces, in_text):
     renumbered = renumbered_names(vocab, id_of, settings.get("added_tokens_decoder", {}))
     ambiguous = [name for name in in_text if is_ambiguous(name, added)]
     differences = {
-        "it cuts text in another way": cuts_differently(content),
+        "it cuts text differently": cuts_differently(content),
         "it normalizes text": normalizes(content.get("normalizer")),
         "it lacks some of the 256 bytes": not {*pieces}.issuperset(BYTES),
         "its merges are not all pairs of its pieces in the order of their ids": merges != merges_of(spelled),

@@ -23,7 +23,7 @@ decay_samples = 0
 eval_every = 250
 checkpoint_every = 250
 
-# A step has as many tokens as at the end of pretraining: 8.4M and 16.8M.
+# Tokens per step are those of the end of pretraining: 8.4M and 16.8M.
 MODELS = {
     "8b": dict(tokens_of_step=2**23, warmup_steps=150, lr=1.1e-5),
     "70b": dict(tokens_of_step=2**24, warmup_steps=75, lr=1e-6),

@@ -60,10 +60,10 @@ SHORTEST = 5
 
 @dataclass
 class Query:
-    """What a user looks for: an id, a URL, a host or a text."""
+    """A user's search: an id, a URL, a host or a text."""
     asked: str          # as the user wrote it: the text itself, or the name of a file
     is_file: bool
-    text: str           # the content of the file, or what was asked
+    text: str           # the content of the file, or `asked`
     names: set          # as names_of() has them
 
     @property
@@ -222,7 +222,7 @@ def answer(how, row, originals, folder):
 
 
 def no_answer(query, folder, report):
-    """A sentence for a query without a match. It says what the search could not see."""
+    """A sentence for a query without a match, with the limits of the search."""
     if query.is_file:
         return f"the text of {query.asked} is not in {folder}, nor a text like it"
     part = ", nor a part of one"
@@ -241,7 +241,7 @@ class TrainingRun:
     """
     A run of train.py in a folder, and the data that it has read.
 
-    ValueError: the folder is none of train.py, or its data have changed since.
+    ValueError: train.py did not write the folder, or its data have changed since.
     """
 
     def __init__(self, folder):
@@ -255,7 +255,7 @@ class TrainingRun:
         self.data = data_of_run(self.config, self.samples)
         first = first_folder(self.config["data"])
         shards = {os.path.realpath(os.path.join(first, shard["file"])) for shard in shards_of(self.data.meta)}
-        # A withdrawn document has no shard any more, only a folder.
+        # A withdrawn document no longer has a shard, only a folder.
         self.places = {*shards, *map(os.path.dirname, shards)}
 
     def steps_with(self, row, folder):
@@ -324,7 +324,7 @@ def data_of_run(config, samples):
         data = TokenDataset(config["data"], "train", config["block_size"], config["seed"])
     if started_stages(data.data_hash, samples) != started_stages(config["data_hash"], samples):
         raise ValueError(f"{config['data']} has changed since the run began, by a removal or a new build, so that its "
-                         f"steps cannot be counted any more: it is version {data.data_hash:.16}, the run has read "
+                         f"steps can no longer be counted: it is version {data.data_hash:.16}, the run has read "
                          f"{config['data_hash']:.16}")
     return data
 

@@ -3,7 +3,7 @@ The hosts and domains of a data folder, as tables of host or domain, documents a
 
     domains.csv            the tenth of the registered domains with the most kept text. The AI Act's public summary of
                            training content asks for it (art. 53(1)(d), the Commission's template)
-    hosts_refused.csv      hosts that lost documents to opt-outs, and what they lost
+    hosts_refused.csv      hosts that lost documents to opt-outs, and their losses
     hosts_unknown.csv      hosts without a robots.txt in the store, or whose file was not fetched
     hosts_unparsable.csv   hosts that served something else as robots.txt
     hosts_several.csv      hosts with different files in a store

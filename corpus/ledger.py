@@ -121,8 +121,8 @@ def names_in(line):
         uni.example/~jane/          all pages below, and the page itself
         uni.example/~jane           this page
         https://uni.example/a       this page
-        https://uni.example         this page; if there is none, the host
-        https://uni.example/~jane/  this page; if there is none, all pages below
+        https://uni.example         this page; without such a page, the host
+        https://uni.example/~jane/  this page; without such a page, all pages below
         jane@uni.example            nothing: an e-mail address names no host
         /, https://                 nothing
     """

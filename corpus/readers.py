@@ -20,8 +20,8 @@ of .warc (docs/data.md), pdftotext of .pdf, pandoc of .epub, .docx and .odt.
 Memory does not depend on the size of a file of rows, except .json, which is read whole. A line that is not UTF-8 or not
 JSON becomes a document with a problem in place of a text, so that prepare.py counts it. Files of the hub are streamed,
 and not checked before.
-Several processes share a file only if it is parquet (its row groups) or uncompressed JSON lines, so many compressed
-files of about 100 MB are read faster than a few large ones.
+Several processes share a file only if it is parquet (its row groups) or uncompressed JSON lines. A few large compressed
+files are therefore read more slowly than many of about 100 MB.
 """
 
 import codecs

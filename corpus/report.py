@@ -83,7 +83,7 @@ def sums(folder):
     kept = [row for row in rows if not row["rule"]]
     similar = grouped(kept, "source", "language")
     for row in rows:
-        # At the rate of the kept documents of the same source and language or, if there are none, of all kept ones.
+        # At the rate of kept documents of the same source and language or, if no such document is kept, of all.
         reference = similar.get((row["source"], row["language"]), kept)
         estimate = round(row["bytes"] * added(reference, "tokens") / max(added(reference, "written"), 1))
         # Withdrawn documents were tokenized: their number of tokens is known.
@@ -213,7 +213,7 @@ def cut_documents(by_split):
 
 
 def note_on_cut(cut):
-    """A sentence about cut documents, in a list; [] if there are none. cut: of cut_documents()."""
+    """A sentence about cut documents, in a list; [] without any. cut: of cut_documents()."""
     if not cut:
         return []
     n, size = cut["documents"], sized(cut["bytes"])

@@ -1,5 +1,5 @@
 """
-Opt-outs other than robots.txt: what a page, its headers and the other files of its host say about training.
+Opt-outs other than robots.txt: statements about training in a page, its headers and the other files of its host.
 
 corpus/robots.py has the table of all signals. Each removes a document under its own name:
 
@@ -15,7 +15,7 @@ corpus/robots.py has the table of all signals. Each removes a document under its
     rsl                     a licence prohibits a use for a <content url> that matches (RSL 1.0, sec. 3.1.1: a
                             prohibition wins over any permission, so all licences of a page count)
 
-MARKS are counted: what a steward should know of documents that are kept, and why some of them are removed.
+MARKS are counted: facts about kept documents that a steward should know, and reasons why some are removed.
 """
 
 import json
@@ -52,7 +52,7 @@ RESERVED = {
 }
 # Headers with preferences about training.
 USAGE = ("content-usage", "content-signal", "content-signals", "usage-pref")
-# What is not known of a page that no signal refuses; --missing=deny removes it.
+# Open questions about a page that no signal forbids; --missing=deny removes the page.
 UNKNOWN = {
     "cut": "the host's robots.txt has rules behind its first 500 KiB, which are not read",
     "unread": "headers, <meta> or <link> that cannot be read",
@@ -128,7 +128,7 @@ def reserved(url, page, store, agents, robots_files):
 
 
 def first_of(reasons):
-    """(the first reason, "older" if it is not that of the first file, else ""); (None, "") if all are None or ""."""
+    """(the first reason, "older" if it is not that of the first file, else ""); (None, "") without a reason."""
     return next(((reason, "older" * (n > 0)) for n, reason in enumerate(reasons) if reason), (None, ""))
 
 
@@ -142,7 +142,7 @@ DIRECTIVE = re.compile(r"(?<![\w-])no[ _-]?(ai|imageai|ml)(?![\w-])")
 
 @lru_cache
 def tokens_of(agents):
-    """The names by which these agents, a tuple, are addressed. What is said to `*` is said to all."""
+    """The names by which these agents, a tuple, are addressed. Rules for `*` are for all."""
     return {product_token(agent) or "*" for agent in [*agents, "*"]}
 
 
@@ -200,8 +200,8 @@ def flag_of(value):
 @lru_cache(maxsize=4096)
 def parse_tdmrep(content, host):
     """
-    ([rule of compiled()] of a tdmrep.json, in the file's order, whether all of it can be read). One object stands for a
-    list of one, true for 1, and a missing location for the whole host.
+    ([rule of compiled()] of a tdmrep.json, in the file's order, whether all of it can be read). One object means a list
+    of one, true means 1, and a missing location means the whole host.
     """
     if not content.strip():
         return [], True
@@ -266,7 +266,7 @@ def licence_refusal(url, page, store, robots_files):
     keys = {key_of_link(f"//{site}/robots.txt", line) for line in licence_lines(robots_files)}
     keys |= {key_of_link(url, link) for link in page.links}
     named = [versions_of(store, key) for key in sorted(keys)]
-    # A licence that is named is somewhere: an empty file does not stand for it, nor does another one of the site.
+    # A named licence exists somewhere: neither an empty file nor another licence of the site replaces it.
     marks = set() if all(any(file.strip() for file in files) for files in named) else {"rsl-unknown"}
     # The licences of a site are several files, not snapshots of one.
     for files in [*named, *([file] for file in versions_of(store, site))]:

@@ -38,7 +38,7 @@ AI", several agents in a line or in quotes, a ban before the first User-agent. N
 HTML, "noai: true", names of agents with * in them. What cannot be read is counted (unread, unparsable, unknown), never
 taken for consent, and removed with --missing=deny.
 
-Any refusal counts, also beside a permission, but for four orders that standards set: an agent's own group and the
+Any refusal counts, even next to a permission, except in four orders that standards set: an agent's own group and the
 longest rule of it decide (RFC 9309; the same for paths of Content-Usage); of a label that one statement repeats, the
 last value counts (RFC 9651); the first rule of tdmrep.json that matches decides; a page's own tdm-reservation overrides
 that file, and its <meta> its header (TDMRep).
@@ -77,8 +77,8 @@ AGENTS = [
     "cohere-training-data-crawler", "Diffbot", "FacebookBot", "Meta-ExternalAgent", "Google-Extended", "GPTBot",
     "PanguBot", "*",
 ]
-# What a store has of a host: a robots.txt (an empty one if the host serves none), something else under that name, or
-# nothing: the host was not asked, or its file was not fetched.
+# The entry of a host in a store: a robots.txt (an empty one if the host serves none), something else under that name,
+# or nothing: the host was not asked, or its file was not fetched.
 FILE_STATES = ("with_file", "unparsable", "unknown")
 
 
@@ -115,7 +115,7 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explici
 
 def dated_verdict(url, files, agents=AGENTS, missing="allow", blocked=(), explicit=False):
     """
-    verdict() by the files of the URL's site, the newest first; and whether an older one refuses the URL, which the
+    verdict() by the files of the URL's site, the newest first; and whether an older file disallows the URL, but the
     newest does not.
     """
     if missing not in ("allow", "deny"):
@@ -169,7 +169,7 @@ def file_state(site, store):
 
 
 def first_refusal(reason, path, groups, agents, explicit=False):
-    """"REASON:AGENT:RULE" of the first of refusals(); None if there is none."""
+    """"REASON:AGENT:RULE" of the first of refusals(), or None."""
     return next((f"{reason}:{agent}:{rule}" for agent, rule in refusals(path, groups, agents, explicit)), None)
 
 
@@ -195,7 +195,7 @@ def refusals(path, groups, agents, explicit=False):
 # RFC 9309 sec. 2.5: the minimum that a crawler has to read.
 MAX_BYTES = 500 * 1024
 # Misspelt names and a missing colon are accepted, as by Google's parser: the intent of "Disalow /" is clear.
-# Letters other than ASCII before a line are what is left of a byte-order mark.
+# Letters other than ASCII before a line are the rest of a byte-order mark.
 _LINE = re.compile(r"""(?ix) [\r\n] [^!-~\r\n]*
     (?: (?P<agent> user [ _-]? agent )
       | (?P<allow> allow )
@@ -252,7 +252,7 @@ def parse_robots(content):
 
 
 def kind_of_line(m):
-    """agent, allow, disallow, usage or license: what a match of _LINE is."""
+    """The kind of a match of _LINE: agent, allow, disallow, usage or license."""
     return next((kind for kind in ("agent", "allow", "usage", "license") if m[kind]), "disallow")
 
 

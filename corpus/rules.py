@@ -72,7 +72,7 @@ def column(doc, names):
 
 
 def as_number(doc, field):
-    """The value of a column as a float; null and "" are None. ValueError if it is not a number."""
+    """The value of a column as a float; None for null and "". ValueError if it is not a number."""
     value = column(doc, field)
     try:
         return None if value in (None, "") else float(value)

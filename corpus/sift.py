@@ -73,7 +73,7 @@ class Document:
     reason: str = ""                                       # why it is removed; "": it passes
     marks: set = field(default_factory=set)                # what judge_document() has seen
     bands: dict = field(default_factory=dict)              # {band: key}, equal for near-duplicates
-    replaced: dict = field(default_factory=dict)           # {tag: how many pieces of personal data it stands for}
+    replaced: dict = field(default_factory=dict)           # {tag: number of pieces of personal data that it replaces}
 
 
 def walk(docs, rules, top):
@@ -137,7 +137,7 @@ def has_allowed_length(text, rules):
 
 def sift(number, parts, rules, top, path):
     """
-    Write the group of this number to path, a .parquet, and its texts beside it. parts: as in documents_of(). Returns
+    Write the group of this number to path, a .parquet, and its texts next to it. parts: as in documents_of(). Returns
     an empty result, which says that the group is done.
     """
     tables = []

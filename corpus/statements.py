@@ -1,5 +1,5 @@
 """
-What a page says about its use: its headers, <meta> and <link>, in the shapes that crawlers give them.
+The statements of a page about its use: its headers, <meta> and <link>, in the shapes that crawlers give them.
 
     headers, http_headers, response_headers    all headers        metas    all <meta>        links    all <link>
 
@@ -9,8 +9,8 @@ What a page says about its use: its headers, <meta> and <link>, in the shapes th
     X-Robots-Tag: noai                         lines of text
     "[[...]]", b"..."                          any of these as JSON or as bytes
 
-Single headers and <meta> may have columns of their own (COLUMNS), in upper or lower case, with _ or -. What has another
-shape is "unread": prepare.py counts it, and removes the document with --missing=deny.
+Single headers and <meta> may have columns of their own (COLUMNS), in upper or lower case, with _ or -. A statement in
+another shape is "unread": prepare.py counts it, and removes the document with --missing=deny.
 """
 
 import json

@@ -10,7 +10,7 @@ Stores of files of hosts (robots.txt; tdmrep.json, ai.txt, license.xml), and lis
 A domain is a host, or host:8443. Content "" says that the host serves no file; null, that fetching failed: the host
 stays unknown. Each file may be compressed, as .gz or .zst. Other files of a folder are named, not read.
 
-Different files of one site are its snapshots. A page is removed if any of them refuses it, because written bans vanish
+Different files of one site are its snapshots. A page is removed if any of them forbids it, because written bans vanish
 from robots.txt while hosts block crawlers instead. With snapshots="last" only the newest counts, as for Apertus, which
 read the files of January 2025; files of a folder have no date, so the last one by name is the newest. The licences of a
 site are several files, each with snapshots of its own.
@@ -206,7 +206,7 @@ def hosts_files(path, meant, columns, wrong, ignored):
 
 
 def site_of(domain):
-    """The site_key() of a domain of a row: a host, host:port, an IPv6 address or a URL. None if it is none of these."""
+    """The site_key() of a domain of a row: a host, host:port, an IPv6 address or a URL. None for anything else."""
     return next(filter(None, map(site_key, (domain, f"//{domain}", f"//[{domain}]"))), None) if domain else None
 
 

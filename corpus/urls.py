@@ -53,7 +53,7 @@ def split_url(url):
         return None, None
     address, host, path = m.groups()
     if address is None:
-        # The time of normalize() is quadratic in a run of accents. A longer host is none after it either.
+        # The time of normalize() is quadratic in a run of accents. A longer host is invalid after it as well.
         host = unicodedata.normalize("NFKC", unquote(host)[:2_000]).lower()
         host = host.replace("\u3002", ".").removesuffix(".")
         # Encoded label by label, because Python's "idna" codec (IDNA 2003) maps straße.de to strasse.de.

@@ -1,8 +1,8 @@
 """
 Delete documents from a data folder: prepare.py --remove=FILE --out=FOLDER. With --dry_run it only prints them.
 
-    FILE         ids, URLs or hosts, one a line (# begins a comment; names_in() in corpus/ledger.py says what a line
-                 names); rows with an id, url, host or text; or a newer store of robots.txt. Of a store only refusals
+    FILE         ids, URLs or hosts, one a line (# begins a comment; names_in() in corpus/ledger.py has their
+                 meanings); rows with an id, url, host or text; or a newer store of robots.txt. Of a store only refusals
                  count: a host that is not in it, or was not fetched, withdraws nothing
     shards       lose the tokens of these documents; a shard that holds none of them stays the same file
     ledger       the rows stay, with "withdrawn:..." as the reason, and the time
@@ -84,7 +84,7 @@ def withdraw(path, out, final, tmp=None):
     print_kept(rows, copied, store, final)
     unmatched = unmatched_message(entries, out)
     if not rows:
-        nothing = f"it refuses no kept document of {out}" if store else f"none of it is in {out}"
+        nothing = f"it forbids no kept document of {out}" if store else f"none of it is in {out}"
         raise ValueError(f"{path}: {unmatched or nothing}. Nothing was removed")
     documents = documents_of(rows)
     if len(documents) == report["total"]["documents"]:
@@ -225,7 +225,7 @@ def documents_of(rows):
 
 
 def opt_out_of(row, store):
-    """The reason for which a newer store refuses the URL of a row, or None. store: the arguments of verdict()."""
+    """The reason for which a newer store forbids the URL of a row, or None. store: the arguments of verdict()."""
     allowed, reason = verdict(row["url"], **store)
     return None if allowed else reason
 
@@ -290,7 +290,7 @@ def print_kept(rows, copied, store, folder):
 
 
 def unmatched_message(entries, out):
-    """A sentence about the entries that name no kept document, the first LISTED by name; "" if there are none."""
+    """A sentence about the entries that name no kept document, the first LISTED by name; "" without such entries."""
     unmatched = [entry.text for entry in entries if not entry.reasons and not entry.withdrawn]
     listed = ", ".join(repr(text[:LENGTH]) for text in unmatched[:LISTED])
     others = f" and {len(unmatched) - LISTED:,} more" if len(unmatched) > LISTED else ""

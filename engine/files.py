@@ -153,7 +153,7 @@ def lock(path, advice):
 
 def replace_folder(folder, new, old):
     """
-    Rename the folder `new` to `folder`. What is there already is called `old` in between, and removed last.
+    Rename the folder `new` to `folder`. A folder already there is called `old` in between, and removed last.
 
     After a kill between the two renames restore_folder() puts the old folder back. OSError: `folder` is as it was.
     """

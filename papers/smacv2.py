@@ -48,7 +48,7 @@ EPOCHS = 4
 BATCH = 2048
 LR = 1e-3
 TESTED = 400            # test fights after training
-# What is random, and what the policy sees.
+# The random part of a fight, and the view of the policy.
 ARMS = [
     "fixed-open", "fixed-closed", "types-open", "types-closed", "ranges-open", "ranges-closed", "starts-open",
     "starts-closed", "all-open", "all-closed", "all-half", "all-none", "all-released"]

@@ -85,7 +85,7 @@ def unread_columns(file):
 
 
 def first_rows(source, n, columns=COLUMNS):
-    """(place, row) of the first n rows of a source, or of all if n is None; columns: as in numbered_rows()."""
+    """(place, row) of the first n rows of a source, or of all with n=None; columns: as in numbered_rows()."""
     rows = (row
             for file in source_files(source)
             for part in readers.parts_of(file)

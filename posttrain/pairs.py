@@ -93,15 +93,15 @@ def count_unread(prompts, rewards):
 
 
 def unread_phrases(row):
-    """What the messages of a row hold that is not read, and what they displace, in phrases for the user: a set."""
+    """The unread parts of the messages of a row, and the keys that they displace: a set of phrases for the user."""
     lists = [row[key] for key in ("messages", "prompt", *sorted(PAIR)) if isinstance(row.get(key), list)]
     messages = [message for each in lists for message in each if isinstance(message, dict)]
     phrases = unread_of_messages(messages)
     systems = [message.get("content") for message in messages if message.get("role") == "system"]
     if is_filled(row.get("system")) and systems and row["system"] not in systems:
-        phrases.add("the key 'system' beside a system message")
+        phrases.add("the key 'system' next to a system message")
     if is_filled(row.get("prompt")) and not is_in_messages(row):
-        phrases.add("the key 'prompt' beside other messages")
+        phrases.add("the key 'prompt' next to other messages")
     return phrases
 
 

@@ -107,8 +107,8 @@ def load_function(path, name, spec):
 
 def add_folder(path):
     """
-    Let a script import the modules beside it. ValueError if one of them has the name of a module of this project, which
-    would be imported in its place.
+    Let a script import the modules next to it. ValueError if one of them has the name of a module of this project,
+    which would be imported instead.
     """
     folder = os.path.dirname(os.path.abspath(path))
     if folder == ROOT:
@@ -116,8 +116,8 @@ def add_folder(path):
     for file in with_imports(path)[1:]:
         name = os.path.relpath(file, folder).split(os.sep)[0]
         if os.path.exists(f"{ROOT}/{name}"):
-            raise ValueError(f"it would import {name} of this project in place of the one beside it: rename yours")
-    # At the end, so that nothing beside the script takes the place of another module.
+            raise ValueError(f"it would import {name} of this project in place of the one next to it: rename yours")
+    # At the end, so that no module next to the script takes the place of another.
     sys.path.append(folder)
 
 
@@ -148,7 +148,7 @@ def reward_hash(spec):
     """
     A hash that identifies the rewards of --rewards, wherever its files are; "" for none.
 
-    For a function: of its name, its file and the modules beside it that this one imports, but not of data that they
+    For a function: of its name, its file and the modules next to it that this one imports, but not of data that they
     read. For a judge: charter_hash().
     """
     if not spec:

@@ -65,7 +65,7 @@ PRETRAINING = [
 SFT = [
     "posttrain.sft", "--epochs=2", "--batch_size=64", "--micro_batch=64", "--lr=1e-3", "--optimizer=adamw",
     "--max_length=128", "--val_share=0"]
-# Three passes over the pairs: after one, the log-ratios have moved a third of the way.
+# Three passes over the pairs: after one, the log-ratios have made a third of their change.
 QRPO = [
     "posttrain.qrpo", "--rewards=studies/align.py", "--max_new_tokens=24", "--sample_batch=512", "--pairs=all",
     "--epochs=3", "--batch_size=16", "--micro_batch=16", "--optimizer=adamw", "--warmup=0.1", "--grad_clip=1.0",

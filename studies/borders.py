@@ -56,7 +56,7 @@ def documents_of(meta, split, folder):
 def write_folder(out, folder, source, **splits):
     """
     Write documents as the data folder `out`, with one source. splits: train and val, lists of ids without <s> and </s>.
-    folder: the one that they are from, whose vocabulary is copied.
+    folder: their data folder, whose vocabulary is copied.
     """
     meta, tok, entries = meta_of(folder), tokenizers.load_for(folder), {}
     for split, documents in splits.items():
@@ -77,7 +77,7 @@ def write_folder(out, folder, source, **splits):
 
 
 def main():
-    """Write the folder. ValueError if no one folder is named, or the lengths of the pieces are none."""
+    """Write the folder. ValueError if several folders are named, or the lengths of the pieces are invalid."""
     if len(paths) > 1:
         raise ValueError(f"name one data folder, not {len(paths)}: python -m studies.borders data/stdlib")
     if len(pieces) != 2 or not 1 <= pieces[0] <= pieces[1]:

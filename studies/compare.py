@@ -1,5 +1,5 @@
 """
-What the rows of a study say: a table, a verdict on each arm, and a page of Markdown.
+The results of a study, from its rows: a table, a verdict on each arm, and a page of Markdown.
 
     d_s = bits per byte (arm, seed s) - bits per byte (baseline, seed s)         s = 1 .. n
 
@@ -157,7 +157,7 @@ def contrasts_of(table, contrasts):
 
 
 def contrasts_md(contrasts):
-    """The contrasts as a Markdown table below that of the arms; "" if there are none."""
+    """The contrasts as a Markdown table below that of the arms; "" without contrasts."""
     if not contrasts:
         return ""
     lines = [[row["name"], "{:+.4f} ± {:.4f}".format(*row["student"]), f"{row['student'][2]:.3f}, {row['p_holm']:.3f}",
@@ -207,7 +207,7 @@ def conclude(arm, baseline, difference, half, p_holm):
 def describe_origin(rows, command):
     """
     {command, size, data, documents}: texts of the page, from the rows alone. Old rows have not recorded all of them:
-    then the page says so, and names the command of today.
+    then the page says "not recorded", and names the command of today.
     """
     row = rows[-1]
     keys = ("command", "size", "data")

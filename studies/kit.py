@@ -82,7 +82,7 @@ def list_changes(sources, others):
 
 
 class RunFailed(ValueError):
-    """A script that ended with an error of its own, not because it was stopped. last_line: of what it has printed."""
+    """A script that ended with an error of its own, not because it was stopped. last_line: of its output."""
 
     def __init__(self, message, last_line):
         super().__init__(message)

@@ -5,7 +5,7 @@ theta (report, arXiv 2509.14233, sec. 2.5). This study does the same on two core
     short       trained at 256
     raised      short, continued at 1,024 with a theta four times as large
     kept        short, continued at 1,024 with the same theta
-    long        trained at 1,024 from the start, on as many tokens as short and a continuation together
+    long        trained at 1,024 from the start, on the total tokens of short and a continuation
 
 Each arm trains two models. One reads Python's standard library: bits per byte by position show whether it uses text
 more than 256 tokens back. The other reads registers, " kova red baba blue kova red ...", in which 2 to 64 keys have

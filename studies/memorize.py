@@ -351,7 +351,7 @@ def subtract(columns, others):
 
 
 def find(rows):
-    """One sentence to quote: what the models recite after 128 readings. rows: of rows.jsonl."""
+    """One sentence to quote, on texts that the models recite after 128 readings. rows: of rows.jsonl."""
     wanted = dict(kind="greedy", prefix=50, repetitions=128)
     scores = kit.group((row["suffix"], row["model"], row["rouge"]) for row in rows if wanted.items() <= row.items())
     parts = []

@@ -110,7 +110,7 @@ pages that opted out, where guessing gives 0.053 ({seeds} seeds, Wilson's 95 % i
 
 The results of `bash studies/recipe.sh {seeds}`, which has the commands; the world is `studies/world.py`. Answers are
 greedy. Shares are over all questions of all seeds, with Wilson's 95 % interval. It is for these models alone: five
-questions share a person, and models of other seeds can differ several times as much. ± is half of the 95 % interval
+questions share a person, and models of other seeds can differ by several times this. ± is half of the 95 % interval
 over seeds by Student's t.
 
 ![Known, recited, kind](recipe.png)

@@ -1,5 +1,5 @@
 """
-An invented world, to test what a model knows: people, pages about them, letters, questions.
+An invented world, to test a model's knowledge: people, pages about them, letters, questions.
 
     group     their pages           taught                              asked in the examination (studies/exam.py)
     lesson    read                  questions and answers               yes: knowledge from SFT

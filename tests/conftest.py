@@ -16,7 +16,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 # With the default thresholds garbage collection takes 5 % of the tests' time, most of it on torch and transformers.
 gc.set_threshold(50_000, 20, 20)
-# torch writes a line for each tensor that it loads, which nobody reads.
+# torch writes a useless line for each tensor that it loads.
 logging.disable(logging.DEBUG)
 
 

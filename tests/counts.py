@@ -1,6 +1,6 @@
 """
-Is what runs what is on the screen, and do imports go one way? Counts, by the syntax trees of the product, what hides
-the flow of a program.
+Is the code on the screen the code that runs, and do imports have one direction? Counts, by the syntax trees of the
+product, constructs that hide the flow of a program.
 
     patched      an attribute of a module is set from another module (train.lr_at = ..., setattr(train, ...))
     class swap   x.__class__ = ...
@@ -82,7 +82,7 @@ def assigned_attributes(node):
 
 
 def judge_assignments(function, modules):
-    """(kind, node) of the attributes that a function sets on what it did not make."""
+    """(kind, node) of the attributes that a function sets on objects of others."""
     nodes = list(own_nodes(function))
     makes = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} | {"self", "cls", "ctx"}
     for node in nodes:

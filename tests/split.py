@@ -65,7 +65,7 @@ if __name__ == "__main__":
         check(quarters, torch.float64, 1e-12, "selective")
         for how in (["full"], ["none", True]):
             check(ranks, torch.float64, 1e-12, *how)
-        # What one rank cannot make is an error of all, at once.
+        # If one rank cannot make the folder, all ranks raise at once.
         checkpoint.make_folder = str if ranks.is_main else os.readlink
         with pytest.raises(OSError):
             checkpoint.write("nowhere", 1, {}, {}, 0, None, ranks.save_group)

@@ -311,7 +311,7 @@ def test_a_new_idea_is_no_change_of_this_folder(tmp_path, capsys):
 def test_the_code_of_another_folder_is_judged_and_a_crash_loses_no_other_arm(data, tmp_path):
     """
     Real runs of 4 steps. A copy without a change is level with a difference of 0. In the next, ReLU squared takes the
-    place of xIELU: what it ends with is what --activation=relu2 has here. The last crashes; its page says so, and the
+    place of xIELU: its result is that of --activation=relu2 here. The last crashes: its page reports that, and the
     baseline keeps its row.
     """
     (tmp_path / "size.py").write_text(read_text(f"{ROOT}/configs/tiny.py") + SHORTER)

@@ -301,7 +301,7 @@ def test_all_is_flushed_before_a_checkpoint_has_its_name_and_before_the_old_one_
 
 
 def test_one_run_a_folder_and_the_lock_goes_with_its_owner(tmp_path):
-    """It clears what a killed save left, and nothing else."""
+    """It clears the files of a killed save, and nothing else."""
     for name in ("step-00000007.tmp", "step-00000006", "notes.tmp"):
         os.makedirs(tmp_path / "ckpt" / name)
     # It may be a link in a downloaded folder.

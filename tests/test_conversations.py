@@ -51,7 +51,7 @@ UNREAD = [
     (dict(label=3, train=False, input="i", prompt="p"), ["input", "label", "prompt", "train"]),
     (
         dict(messages=[SYSTEM, ASKED, dict(role="assistant", content="b")], system="t"),
-        ["system' beside a system message"],
+        ["system' next to a system message"],
     ),
     (dict(messages=[SYSTEM, ASKED, dict(role="assistant", content="b")], system="s"), []),
     (

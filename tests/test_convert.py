@@ -180,8 +180,8 @@ class Killed(BaseException):
 @pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")], ids=["killed", "disk full"])
 def test_stopped_at_any_moment_the_folder_is_the_old_model_or_the_new_one(tmp_path, monkeypatch, error):
     """
-    It stops at each change of the disk in turn. Old and new files have the same names, so a mixture would load. What
-    kill -9 leaves between two renames, test_prepare.py tests.
+    It stops once at each change of the disk. Old and new files have the same names, so a mixture would load.
+    test_prepare.py tests the files that kill -9 leaves between two renames.
     """
     old, new = Apertus(SMALL, seed=0), Apertus(SMALL, seed=1)
     folder, seen = str(tmp_path / "hf"), []

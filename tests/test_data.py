@@ -245,7 +245,7 @@ def test_a_shard_is_opened_when_it_is_first_read(copied):
 
 @pytest.mark.parametrize("damage", [os.remove, lambda path: os.truncate(path, 1000)])
 def test_a_shard_that_is_missing_or_cut_is_an_error_before_it_is_read(copied, damage):
-    """By its size: the first rank says so before the run begins."""
+    """By its size: the first rank raises before the run begins."""
     settings = dict(data=copied[0], seed=28, stage="", goldfish_k=0, goldfish_h=1, goldfish_hash="mix")
     settings["goldfish_scope"] = "window"
     open_data(settings, 32, check=True)

@@ -202,7 +202,7 @@ def test_a_conversation_beside_a_text_is_counted_since_the_text_is_scored(lab, t
         [dict(text="a", prompt="b", completion="c"), dict(text="d", messages=[]), dict(text="e")],
     )
     printed, rows = evaluated(tmp_path, tmp_path / "rows.jsonl", f"--init_from={lab}/hf")
-    assert f"{tmp_path}/rows.jsonl: 2 of 3 rows have a conversation beside the text: the text is scored\n" in printed
+    assert f"{tmp_path}/rows.jsonl: 2 of 3 rows have a text and a conversation: the text is scored\n" in printed
     assert {(row["metric"], row["n"]) for row in rows} == {("bits/byte", 3)}
 
 

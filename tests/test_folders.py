@@ -80,7 +80,7 @@ def test_a_document_that_is_removed_from_one_folder_ends_the_run_and_its_audit(r
     find = "--find=a.jsonl line 6", f"--when={apart}"
     refused(script("corpus.audit", root / "a", *find), "has changed since the run began")
     gone = script("corpus.audit", root / "b", "--find=b.jsonl line 4", find[1])
-    refused(gone, "its steps cannot be counted any more")
+    refused(gone, "its steps can no longer be counted")
     assert gone.stdout.startswith("b.jsonl line 4 came in and was removed: withdrawn:id")
     shutil.rmtree(root / "b")
     shutil.move(kept, root / "b")

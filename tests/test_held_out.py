@@ -66,7 +66,7 @@ SHORT = "--epochs=1 --batch_size=24 --micro_batch=8".split()
 
 @pytest.fixture(scope="module")
 def held(lab, tmp_path_factory):
-    """A run that has held out a tenth of ROWS; the rows of the two sides are beside it."""
+    """A run that has held out a tenth of ROWS; the rows of the two sides are next to it."""
     folder = tmp_path_factory.mktemp("held")
     write_rows(folder / "rows.jsonl", ROWS)
     run(*tuning(lab, folder / "run", *SHORT, f"--data={folder}/rows.jsonl", f"--val_share={SHARE}", "--eval_every=4"))

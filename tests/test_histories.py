@@ -1,6 +1,6 @@
 """
 Histories: random commands on one folder of data and one of a run, against a model of both in plain Python. The claims
-about a state, which hold after each command, stand in `check`. A failure names the seed and the commands so far.
+about a state, which hold after each command, are in `check`. A failure names the seed and the commands so far.
 """
 
 import math
@@ -37,7 +37,7 @@ RUN = f"""configs/tiny.py --n_layer=1 --n_embd=32 --ffn_dim=64 --n_head=2 --n_kv
 
 
 def sizes_in(samples):
-    """[(samples before, samples of)] of the whole steps in so many samples: 8 each, 16 from the third step on."""
+    """[(samples before, samples of)] of the whole steps in `samples`: 8 samples each, 16 from the third step on."""
     found = []
     while (seen := sum(found)) + (n := 8 if seen < 16 else 16) <= samples:
         found.append(n)
@@ -149,7 +149,7 @@ class History:
     # the run
 
     def end_of(self, total, decay, begin):
-        """(samples of a run whose decay begins after so many samples, samples of this decay)"""
+        """(samples of a run whose decay begins after `begin` samples, samples of this decay)"""
         decay = decay if begin == total - decay else begin * decay // (total - decay)
         return begin + decay, decay
 

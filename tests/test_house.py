@@ -1,4 +1,4 @@
-"""Structure of the project: what runs is on the screen, imports go one way, style, sizes, how scripts start."""
+"""Structure of the project: no hidden flow, imports in one direction, style, sizes, how scripts start."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_limits_only_fall():
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check", "tests"]], ids=" ".join)
 def test_style(command):
-    """ruff.toml says what is checked and why some rules are not."""
+    """ruff.toml lists the rules and the reasons for its exceptions."""
     done = subprocess.run([sys.executable, "-m", "ruff", *command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
 
@@ -65,7 +65,7 @@ def test_style(command):
 
 
 def test_the_files_of_the_method_run_in_a_folder_of_their_own(tmp_path):
-    """Whoever copies them needs no other file of the project."""
+    """They need no other file of the project."""
     for file in METHOD:
         shutil.copy(Path(ROOT, file), tmp_path)
     code = """

@@ -47,7 +47,7 @@ def child(folder, main, argv):
 
 
 def forked(folder, main, *argv):
-    """(whether main() exits with 0, what it prints), in a fork of this process: importing torch takes seconds."""
+    """(whether main() exits with 0, its output), in a fork of this process: importing torch takes seconds."""
     process = multiprocessing.get_context("fork").Process(target=child, args=(folder, main, argv))
     process.start()
     process.join(20)  # some mistakes never end

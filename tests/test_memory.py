@@ -36,7 +36,7 @@ def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, s
 
 
 def test_exact_keeps_a_whole_gradient_in_fp64_that_is_not_divided(eight):
-    """8 bytes for each of 8,053,338,176 parameters beside the shards' 4, on 1 and on 8 ranks."""
+    """8 bytes for each of 8,053,338,176 parameters on top of the shards' 4, on 1 and on 8 ranks."""
     for shards, gigabytes in ((1, 96.6), (8, 68.5)):
         parts = step(eight, shards=shards, exact=True)
         assert parts["gradients"] / 1e9 == pytest.approx(gigabytes, abs=0.06)

@@ -1,5 +1,5 @@
 """
-Printed lines and figures of reports, each against a plain count of what it names, where several settings meet in it.
+Printed lines and figures of reports, each against a plain count of the things it names, if several settings affect it.
 The lines of whole runs are compared in test_pairs*.py and test_histories.py.
 """
 

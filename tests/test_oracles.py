@@ -62,7 +62,7 @@ def test_each_parameter_has_the_steps_of_its_own_gradients(present, scale, warmu
     60, seed=integers(0, 99), V=integers(2, 9), temperature=floats(0.2, 3), top_k=integers(0, 9), top_p=floats(0.05, 1)
 )
 def test_tokens_have_transformers_probabilities(seed, V, temperature, top_k, top_p):
-    """Temperature first, then top_k, then top_p of what is left."""
+    """Temperature first, then top_k, then top_p of the rest."""
     logits = 2 * torch.randn(3, V, generator=torch.Generator().manual_seed(seed))
     wanted = TemperatureLogitsWarper(temperature)(None, logits)
     for warp in [*([TopKLogitsWarper(top_k)] if top_k else []), TopPLogitsWarper(top_p)]:
@@ -109,7 +109,7 @@ def test_padded_rows_go_on_as_each_alone_in_transformers_up_to_a_stop(n, lengths
     first=integers(0, 50),
 )
 def test_an_epoch_is_each_window_of_the_stream_once(tmp_path_factory, sizes, T, k, h, scope, first):
-    """sizes: tokens of the shards of each source. Windows overlap by one token, and what is left is not read."""
+    """sizes: tokens of the shards of each source. Windows overlap by one token, and the rest is not read."""
     folder, sources, stream = tmp_path_factory.mktemp("data"), {}, []
     for name, of_source in zip("ab", sizes):
         shards = []

@@ -86,7 +86,7 @@ def begin_of(s):
 
 
 def resumed(first, later, saved, seconds):
-    """(step, begin of the decay) with which a run goes on. None: it cannot. saved: (step, samples, begin) of each."""
+    """(step, begin of the decay) with which a run resumes. None: it cannot. saved: (step, samples, begin) of each."""
     step, seen, known = saved[-1]
     begin = begin_of(later)
     if any(first[name] != later[name] for name in ("schedule", "warmup_samples")):

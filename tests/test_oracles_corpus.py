@@ -154,7 +154,7 @@ def contents(folder):
 
 
 def test_a_folder_is_replaced_only_if_all_of_it_is_what_prepare_writes(tmp_path):
-    """By its own name and through a link. What is refused stays as it was."""
+    """By its own name and through a link. A folder that is not replaced stays as it was."""
     for n, ((how, replaced), linked) in enumerate(product(FOLDERS, (False, True))):
         root = tmp_path / str(n)
         real = put(root / ("disk" if linked else "out"), how.get("old", WHOLE))

@@ -37,7 +37,7 @@ from weights import lora
 
 
 def batches(n, batch_size, epochs):
-    """The items of each step: every epoch has all of them, in an order of its own, and the last step what is left."""
+    """The items of each step: every epoch has all of them, in an order of its own, and the last step has the rest."""
     order = [i for epoch in range(epochs) for i in permute(np.arange(n), n, 28, epoch).tolist()]
     return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
 

@@ -76,7 +76,7 @@ NEVER = [
     (("state_dtype", "bfloat16"), ("optimizer", "adamw")),
     (("start", "nf4"), ("exact", True)),
 ]
-# Names of features that are not settings, and the settings that they stand for.
+# Names of features that are not settings, and the settings that they set.
 STANDS_FOR = dict(
     start="init_from lora_r lora_alpha base",
     data="data stages stage",
@@ -147,7 +147,7 @@ def flags_of(row, root, data):
     if row["data"] == "stages":
         flags |= dict(stages=STAGES, stage="b")
     if row["start"]:
-        # What a run may change: its start has another window, RoPE and mask.
+        # A run may change these: its start has another window, RoPE and mask.
         other = dict(block_size=64, rope_scaling=8.0 - row["rope_scaling"], doc_mask=not row["doc_mask"])
         flags["init_from"] = write_start(root / "start", replace(shape_of(row), **other), 7)
     if row["start"] in ("adapters", "nf4"):
@@ -306,7 +306,7 @@ def stop_after(n_parts):
 
 
 def compare_files(row, flags, out, trained, planned, stopped_at, last):
-    """What a finished run leaves behind: checkpoints, weights for transformers, adapters, config.json, summary.json."""
+    """The files of a finished run: checkpoints, weights for transformers, adapters, config.json, summary.json."""
     end, before_decay = len(planned), sum(seen + n <= 34 for seen, n, _ in planned)
     saved = sorted({end, *range(1, end * row["checkpoint_every"]), *[stopped_at] * row["stopped"]})
     newest_before = [step for step in saved if step <= before_decay][-1:]

@@ -1,5 +1,5 @@
 """
-Pairs of features of prepare.py: whole runs against plain lists, with the files that they leave and what they print.
+Pairs of features of prepare.py: whole runs against plain lists, with the files that they leave and their output.
 
 Each corpus is drawn anew. Half of the runs are killed after a stage and resumed; then half of the longest stream is
 removed.

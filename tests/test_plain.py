@@ -166,7 +166,7 @@ def test_the_demonstration_learns_and_compares_itself_with_train_py(tmp_path):
 
 @pytest.mark.slow
 def test_goldfish_breaks_what_the_other_model_recites():
-    """Its page is README.md: without Goldfish most dropped bytes are recited, with it at most half as many."""
+    """Its page is README.md: without Goldfish most dropped bytes are recited, with it at most half of those."""
     done = script("plain.py", f"{ROOT}/README.md")
     [numbers] = re.findall(
         r"beyond (\d+) of (\d+) dropped bytes, the model without Goldfish beyond (\d+)\.", done.stdout

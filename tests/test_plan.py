@@ -88,8 +88,8 @@ def test_the_slower_of_compute_and_links_decides_the_speed():
 
 def test_a_ring_over_nodes_has_the_links_of_all_gpus_of_a_node_and_copies_have_one_each():
     """
-    An H100 has a link of 45 GB/s to other nodes, eight 360, as NVLink. 16 copies add up 1/8 of the gradients each way:
-    nccl-tests' bus bandwidth counts (n - 1) / n twice.
+    An H100 has a link of 45 GB/s to other nodes, eight 360, as NVLink. 16 copies add up 1/8 of the gradients, there and
+    back: nccl-tests' bus bandwidth counts (n - 1) / n twice.
     """
     far, _ = planned("none", "--gpus=64 --parallel=fsdp")
     assert far["links_s"] == pytest.approx(63 / 64 * SENT / 360e9)

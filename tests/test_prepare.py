@@ -180,7 +180,7 @@ def test_the_default_corpus_is_code_under_its_licence_split_by_a_hash_of_the_ids
 
 
 def test_files_of_the_user_go_to_a_folder_of_their_own(monkeypatch):
-    """Not to data/stdlib, unless the user says so."""
+    """Not to data/stdlib, unless the user names it."""
 
     def out(requested):
         return build.configuration(settings(vars(prepare)), requested).out

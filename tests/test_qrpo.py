@@ -277,8 +277,8 @@ def test_a_prompt_or_a_system_message_that_loses_against_messages_is_counted(tmp
         f"{count} of 3 prompts have the key {key}, which is not read (first in line {line})"
         for count, key, line in (
             (3, "'mood' in a message", 1),
-            (1, "'prompt' beside other messages", 2),
-            (1, "'system' beside a system message", 3),
+            (1, "'prompt' next to other messages", 2),
+            (1, "'system' next to a system message", 3),
         )
     ]
 

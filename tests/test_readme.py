@@ -39,7 +39,7 @@ def commands(blocks):
 
 
 # Blocks whose commands need each other's files begin with a variable. They run in order; other commands run alone.
-# Make installs packages for some targets: a test reads what it would type.
+# Make installs packages for some targets: a test reads the commands it would run.
 CHAIN = commands(block for block in BLOCKS if block.startswith("START="))
 LOOP = commands(block for block in BLOCKS if block.startswith("FROM="))
 COMMANDS = [

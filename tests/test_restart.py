@@ -1,4 +1,4 @@
-"""tools/restart.sh and configs/8b.sbatch: what starts a run again, and what does not."""
+"""tools/restart.sh and configs/8b.sbatch: events that start a run again, and events that do not."""
 
 import os
 import signal

@@ -507,7 +507,7 @@ DOCUMENTS = """
 """
 
 
-# A page that says tdm-reservation: 1 and 0 in one place: any 1 counts. With a value that is neither, 0 exempts nobody.
+# A page that says tdm-reservation: 1 and 0 in one place: any 1 counts. With a value that is neither, 0 exempts no page.
 TWICE = """
 {"headers": {"TDM-Reservation": "1", "tdm-reservation": "0"}} | tdm-header
 {"headers": [["tdm-reservation", "1"], ["tdm-reservation", "0"]]} | tdm-header
@@ -683,8 +683,8 @@ GUIDE = """<rsl xmlns="https://rslstandard.org/rsl">
 </rsl>"""
 LICENCE = """<?xml version="1.0"?><rsl xmlns="https://rslstandard.org/rsl"><content url="{}"><license>
 <prohibits type="usage">ai-train</prohibits></license></content></rsl>"""
-# Places of <content url>, what a licence prohibits (-) or permits (+) there and the kind of payment ($); the path of a
-# page; the reason, and what is counted. Sections are those of RSL 1.0: 3.3.1 places match as in RFC 9309; 3.4.1
+# Places of <content url>, uses that a licence prohibits (-) or permits (+) there and the kind of payment ($); the path
+# of a page; the reason, and the marks. Sections are those of RSL 1.0: 3.3.1 places match as in RFC 9309; 3.4.1
 # the uses; 3.5 and 3.6 spaces between uses (commas in drafts); 3.1.1 a prohibition wins over a permission, also that of
 # a narrower place.
 LICENCES = """
@@ -810,7 +810,7 @@ def test_two_licences_of_a_host_are_no_snapshots_of_one_file(tmp_path):
         assert not store["license.xml"].several
 
 
-# Shapes that are not read, which says so: values of a row.
+# Values of a row in shapes that are not read, and are counted as unread.
 UNREAD = r"""
 {"headers": "{'X-Robots-Tag': 'noai'}"}
 {"headers": "HTTP/1.1 200 OK\\r\\nX-Robots-Tag: noai"}

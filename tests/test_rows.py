@@ -1,5 +1,5 @@
 """
-weights/rows.py: rows of embedding and head that are trained beside adapters, against PEFT's trainable_token_indices;
+weights/rows.py: rows of embedding and head that are trained with adapters, against PEFT's trainable_token_indices;
 when SFT trains those of the chat's control tokens; and that answers then end.
 """
 

@@ -1,4 +1,4 @@
-"""engine/run.py with a loop of its own, as each script has one: a stop between two micro-batches, and what is saved."""
+"""engine/run.py with a loop of its own, as each script has one: a stop between two micro-batches, and the saves."""
 
 import signal
 

@@ -20,7 +20,7 @@ TOK = tokenizer.load("byte")
 
 
 def ids_of(*parts):
-    """The ids of texts and control tokens; @assistant_end stands for <|assistant_end|>."""
+    """The ids of texts and control tokens; @assistant_end means <|assistant_end|>."""
     ids = []
     for part in parts:
         ids += [TOK.special[f"<|{part[1:]}|>"]] if part.startswith("@") else TOK.encode(part)

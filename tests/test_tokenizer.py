@@ -255,9 +255,9 @@ CONTRADICTIONS = r"""
     tokenizer.json/model/vocab/a | 300 | two tokens have the same id
     tokenizer.json/model/vocab/a | null | lacks some of the 256 bytes
     tokenizer.json/model/merges | [["a", "b"]] | its merges are not all pairs
-    tokenizer.json/model/ignore_merges | false | cuts text in another way
-    tokenizer.json/model/byte_fallback | true | cuts text in another way
-    tokenizer.json/pre_tokenizer | null | cuts text in another way
+    tokenizer.json/model/ignore_merges | false | cuts text differently
+    tokenizer.json/model/byte_fallback | true | cuts text differently
+    tokenizer.json/pre_tokenizer | null | cuts text differently
     tokenizer.json/normalizer | {"type": "NFC"} | it normalizes text
     tokenizer.json/normalizer | {"type": "Replace", "pattern": {"String": "a"}, "content": "b"} | it normalizes text
     tokenizer_config.json/added_tokens_decoder | {"364": {"content": "late"}} | numbers \['late'\] by itself

@@ -1,7 +1,7 @@
 """
 train.py as a user runs it: steps, run folders, messages, and the end of a run: by request, by time, or later than
-planned. The authority for an end is a run that was planned that way from the start; test_schedule.py tests schedules,
-test_step.py compares steps with fp64, test_matrix.py kills runs, tests/faults injects faults.
+planned. The authority for an end is a run with that plan from the start; test_schedule.py tests schedules, test_step.py
+compares steps with fp64, test_matrix.py kills runs, tests/faults injects faults.
 """
 
 import itertools
@@ -391,7 +391,7 @@ CANNOT = [
 
 
 def test_a_cosine_ends_as_planned_since_its_rate_would_jump(data, runs):
-    """And its end says so, where that of a WSD says how to train longer."""
+    """At its end the error suggests another run, where that of a WSD says how to train longer."""
     flags = "--schedule=cosine", "--total_samples=64"
     run, resumed = runs(*flags), ("--resume", *flags)
     refused(ran(data, run, *resumed, "--total_samples=128"), "other settings: total_samples 64 -> 128")

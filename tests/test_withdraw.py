@@ -1,4 +1,4 @@
-"""prepare.py --remove as a steward uses it: what a line means, what goes and why, and what a published report keeps."""
+"""prepare.py --remove as a steward uses it: the meaning of a line, removals, reasons, and the published report."""
 
 import hashlib
 import itertools

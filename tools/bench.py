@@ -333,7 +333,7 @@ def check_bench(device, preset, clock):
 
 
 def print_rows(title, unit, rows):
-    print(f"| {title} | {unit} | of what the machine can do | ours is faster (range) |\n|---|---:|---:|---|")
+    print(f"| {title} | {unit} | of the machine's limit | ours is faster (range) |\n|---|---:|---:|---|")
     for name, row in rows.items():
         middle, low, high = row["ratio"]
         print(f"| {name} | {row['rate']:,.4g} | {row['share']:.0%} | {middle:.2f}x ({low:.2f}-{high:.2f}) |")

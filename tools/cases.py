@@ -1,8 +1,8 @@
 """
 Run a lesson's file on the telling inputs of tools/lessons.toml, and compare with the right values and typical mistakes.
 
-tools/lesson.py starts main() in a process in which the reader's file stands in place of the project's: its folder is
-the first in PYTHONPATH. Each function below imports the file of one lesson, and returns {name: how to call it} with
+tools/lesson.py starts main() in a process in which the reader's file replaces the project's: its folder is the
+first in PYTHONPATH. Each function below imports the file of one lesson, and returns {name: how to call it} with
 the plain numbers and texts of a case.
 """
 
@@ -40,8 +40,8 @@ def attention():
         """
         The last of T positions. shift: of the positions; size: of the weights that make queries and keys.
 
-        documents: document numbers, or none. keys: who has them all, "layer", "cache" or "ranks". Cache and ranks are
-        replaced by objects that return the negative of attention, to be told apart.
+        documents: document numbers, or none. keys: the owner of all keys, "layer", "cache" or "ranks". Cache and ranks
+        are replaced by objects that return the negative of attention, so that the result shows their use.
         """
         layer = model.Attention(model.ApertusConfig(n_embd=8, n_head=4, n_kv_head=2), 9).double()
         layer.load_state_dict({
@@ -221,7 +221,7 @@ def result(call, args):
 
 
 def judge(call, case):
-    """Print whether a case has the right result, else what it gives, and return that."""
+    """Print whether the result of a case is right; if not, print it too. Returns the result."""
     value = result(call, case["args"])
     right = same(value, case["right"])
     print("right  " if right else "WRONG  ", case["name"], flush=True)

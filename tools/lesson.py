@@ -68,9 +68,9 @@ def write(path, text):
 
 def run_python(arguments, folder, seconds=None):
     """
-    Run Python with the file in a folder in place of the project's, print what it prints, and return its exit code.
+    Run Python with the file in a folder in place of the project's, print its output, and return its exit code.
 
-    Without a result after so many seconds the exit code is 1: a loop in the file may not end.
+    Without a result after that many seconds the exit code is 1: a loop in the file may not end.
     """
     # With -P Python finds modules in PYTHONPATH and not in the root, so those of the folder come first.
     env = os.environ | dict(PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
@@ -136,7 +136,7 @@ def check_file(name, lesson, folder):
     code = run_python(["-m", "pytest", "-q", "--tb=short", "-p", lesson["module"], *tests], folder)
     if code:
         print("All cases are right, but a test of the project fails. Lines with E compare your result with the right "
-              "one. If its name ends in [a row of a table], the comment above that table says what the rows test")
+              "one. If its name ends in [a row of a table], the comment above that table explains the rows")
     else:
         print(f"Passed. The experiment is in {folder}/README.md; --solution shows the project's file")
     return code

@@ -152,7 +152,7 @@ UNREAD = {
     "nanoapertus", "transformers_version", "unsloth_fixed", "unsloth_version",
     # the tokenizer
     "bos_token_id", "eos_token_id", "model_max_length", "pad_token_id", "tokenizer_class",
-    # how transformers computes and what it returns
+    # how transformers computes, and its outputs
     "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "chunk_size_feed_forward", "dtype",
     "gradient_checkpointing", "keys_to_ignore_at_inference", "output_attentions", "output_hidden_states",
     "return_dict", "torch_dtype", "torchscript", "use_cache", "use_return_dict",

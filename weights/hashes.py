@@ -1,6 +1,6 @@
 """
-Hashes of weights: whether adapters still have the start model that they were trained on, and whether somebody has
-edited the weights that a run wrote.
+Hashes of weights: whether adapters still have the start model that they were trained on, and whether the weights that
+a run wrote have been edited.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def weights_hash(model):
     """
     digest = hashlib.sha256()
     for path, module in model.named_modules():
-        path = path.removesuffix(".base")                  # the matrix beside an adapter
+        path = path.removesuffix(".base")                  # the matrix next to an adapter
         if path == "lm_head" and model.config.tie_embeddings or ".lora_" in path:
             continue                                       # a tied head is the embedding, which counts once
         if hasattr(module, "original_hash"):               # a quantised matrix
@@ -82,7 +82,7 @@ def record_files(folder, files):
 
 
 def edited_file(folder):
-    """The name of the first file whose hash is no longer the recorded one; "" if there is none."""
+    """The name of the first file whose hash is no longer the recorded one, or ""."""
     path = f"{folder}/{WRITTEN}"
     for line in read_text(path).splitlines() if os.path.isfile(path) else ():
         digest, _, file = line.partition("  ")

@@ -1,5 +1,5 @@
 """
-Trained rows of a frozen embedding and head, beside adapters (weights/lora.py).
+Trained rows of a frozen embedding and head, together with adapters (weights/lora.py).
 
     x = E[id]     z = H h     with trained rows in the place of those of a few ids (PEFT: trainable_token_indices)
 
@@ -30,7 +30,7 @@ def has_learnt_chat(head, tok):
     """
     Whether a model has learnt to end an answer. A short SFT may not be enough: 29 steps were not.
 
-    All rows of a head that were never a target have moved in the same way since their initial values. So they are
+    All rows of a head that were never a target have changed equally since their initial values. So they are
     equally far from their middle, however long the model was trained. head: its matrix (V, C).
     """
     rows = head[list(tok.special.values())].float()
@@ -115,7 +115,7 @@ class HeadRows(nn.Module):
 
 
 def replace_rows(weight, rows, ids):
-    """A matrix (V, C) with rows (n, C) in the place of its own; weight itself if rows is None."""
+    """A matrix (V, C) with rows (n, C) in the place of its own; weight itself with rows=None."""
     return weight if rows is None else weight.index_copy(0, ids, rows.to(weight.dtype))
 
 

@@ -122,5 +122,5 @@ def leave_out_media(entries, parameters):
     entry = entries.get(f"{OMNI}embed_tokens.weight")
     if entry:
         n_text = parameters["model.embed_tokens.weight"].shape[0]
-        # DCP reads as many rows as the tensor has into which it reads, if the entry says the same.
+        # DCP fills the tensor into which it reads, if the entry has the same number of rows.
         entry.size = torch.Size([min(n_text, entry.size[0]), *entry.size[1:]])

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 server = multiprocessing.get_context("forkserver")
-# What the ranks import, so that they need not.
+# Modules that the ranks would otherwise import themselves.
 server.set_forkserver_preload(
     [
         "train",
@@ -82,7 +82,7 @@ def child(command, fault, log, env):
         for stream in (1, 2):
             os.dup2(out.fileno(), stream)
     os.environ.update(word.split("=") for word in env.split())
-    gc.freeze()  # leave what the server has imported to the server
+    gc.freeze()  # the collector ignores the modules of the server
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1  # more would start a pool of processes in each rank
     if hasattr(os, "SCHED_BATCH"):
