@@ -68,6 +68,7 @@ from corpus.urls import compiled, disallowing, host_key, site_key, split_url
 paths = []             # URLs to check
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet
 missing = "allow"      # a host whose robots.txt is not in the store: allow or deny
+agents = ""            # as in prepare.py: file of the user agents that count; 2026; "" = the 15 of Apertus
 snapshots = "any"      # different files of a host: any may refuse, or the last one counts
 explicit = False       # count only groups that name an AI agent, not those of *
 
@@ -349,9 +350,9 @@ def main():
 
 def print_verdict(url, site, store):
     """Print whether each agent may read a URL by its site's robots.txt, and by which rule; then the verdict."""
-    agents = AGENTS[:-1] if explicit else AGENTS
+    counted = [agent for agent in agents_of(agents) if agent != "*" or not explicit]
     files = store.versions(site)
-    kept, reason, by_older = dated_verdict(url, files, agents, missing, explicit=explicit)
+    kept, reason, by_older = dated_verdict(url, files, counted, missing, explicit=explicit)
     if not files:
         why = f"{robots} has no robots.txt of {site}" if robots else "no robots.txt was named (--robots)"
         print(f"unknown: {why}; prepare.py --missing={missing} {'keeps' if kept else 'removes'} it")
@@ -361,7 +362,7 @@ def print_verdict(url, site, store):
         print(f"{robots} has different files of {site}: {rule}")
     for number, content in enumerate(files, 1):
         print(f"file {number} of {len(files)}, the newest first:\n" * (len(files) > 1), end="")
-        print_agents(url, parse_robots(content), agents)
+        print_agents(url, parse_robots(content), counted)
     print(f"{'kept' if kept else 'drop'}:{reason}{', by an older file' * by_older}")
 
 

@@ -208,7 +208,7 @@ def verdict(compared, arm, measure):
 
 
 def conclusion(compared):
-    """What the rule says of each arm, as a text."""
+    """The verdict of the rule on each arm, as a text."""
     sentences = [
         f"{arm} is {verdict(compared, arm, 'before')} before and {verdict(compared, arm, 'loss')} after fine-tuning "
         f"by its loss; by right answers: {verdict(compared, arm, 'right')}." for arm in ARMS if arm != "wsd"]

@@ -21,14 +21,14 @@ def planned(mode, command):
     return plan.plan_run(run, model, mode), model
 
 
-def plan_of_4090s():
-    return plan.describe_plan(*plan.read_command("3b --gpus=8 --gpu=4090"))
+def plan_of_a_node():
+    return plan.describe_plan(*plan.read_command("node --gpus=8 --gpu=h100"))
 
 
 @pytest.mark.parametrize(
     "table, lines",
     [
-        (plan_of_4090s, 20),
+        (plan_of_a_node, 20),
         (plan.table_of_fits, 6),
         (plan.table_of_cards, 2),
         pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow),

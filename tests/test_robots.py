@@ -361,6 +361,13 @@ def test_the_command_prints_each_agent_and_the_rule(tmp_path):
     out = script("corpus.robots", "https://example.com/a", "https://example.com/b", *how).stdout.splitlines()
     assert out[14::15] == ["drop:robots:GPTBot:/a", "kept:allowed"]
     assert [line.split() for line in out if "refused by" in line] == ["GPTBot refused by Disallow: /a".split()]
+    (tmp_path / "agents").write_text("Other\nGPTBot")
+    out = script("corpus.robots", "https://example.com/a", how[0], f"--agents={tmp_path}/agents").stdout
+    assert [line.split() for line in out.splitlines()] == [
+        "Other refused by Disallow: /".split(),
+        "GPTBot refused by Disallow: /a".split(),
+        ["drop:robots:GPTBot:/a"],
+    ]
     assert script("corpus.robots", "a.org").stdout.startswith("unknown: no robots.txt was named (--robots); prepare.py")
     rows = [dict(domain="b.org", content=content) for content in ("", "# none")]
     store = f"--robots={write_lines(tmp_path / 's.jsonl', rows)}"
