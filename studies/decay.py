@@ -141,8 +141,8 @@ def run_seed(seed, rates, device):
             tuned = f"{base}-sft-{lr:g}"
             kit.train(tuned, [
                 "posttrain.sft", f"--init_from={base}", f"--data={out}/lessons.jsonl",
-                f"--val_data={out}/held_out.jsonl", f"--lr={lr}", f"--seed={seed}", "--optimizer=adamw", "--batch_size=16", "--micro_batch=16",
-                "--epochs=2", "--dtype=float32"], device)
+                f"--val_data={out}/held_out.jsonl", f"--lr={lr}", f"--seed={seed}",
+                "--optimizer=adamw", "--batch_size=16", "--micro_batch=16", "--epochs=2", "--dtype=float32"], device)
             kit.call(
                 f"{tuned}-exam", f"{tuned}-exam.jsonl", "studies.exam", f"--init_from={tuned}",
                 f"--world={out}/world", "--kinds=chat", f"--out={tuned}-exam.jsonl", device=device)
