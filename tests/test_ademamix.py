@@ -105,8 +105,9 @@ def test_muon_takes_the_matrices_of_the_blocks_by_its_formula_and_adamw_the_rest
         torch.manual_seed(t)
         for weight in model.parameters():
             weight.grad = torch.randn_like(weight)
-        g, h = (0.5 * model.get_parameter(key).grad.double() for key in (name, other))
-        opt.step(lr=2e-2, grad_scale=0.5)
+        scale = 0.5 / t**2  # a constant one would cancel in AdamW
+        g, h = (scale * model.get_parameter(key).grad.double() for key in (name, other))
+        opt.step(lr=2e-2, grad_scale=scale)
         buffer = 0.95 * buffer + 0.05 * g
         p = p * (1 - 2e-2 * 0.1) - 2e-2 * 0.2 * max(p.shape) ** 0.5 * orthogonal((0.05 * g + 0.95 * buffer).mT).mT
         m, v = 0.9 * m + 0.1 * h, 0.95 * v + 0.05 * h * h
