@@ -14,7 +14,7 @@
 # Watch the old text too: in an earlier run of 15.5B tokens the loss on English ended 0.045 nats above its best, while
 # the Greek MMLU rose from 49.7 to 57.1 %. evaluate.py compares two models on any text.
 #
-# New tokens for the language did not pay within 2B tokens: docs/decisions.md, Studies.
+# New tokens for the language did not pay within 2B tokens.
 #
 # Small models did not predict the 8B: over the checkpoints their curves and its own went in opposite directions.
 #

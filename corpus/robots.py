@@ -68,7 +68,7 @@ from corpus.urls import compiled, disallowing, host_key, site_key, split_url
 paths = []             # URLs to check
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet
 missing = "allow"      # a host whose robots.txt is not in the store: allow or deny
-agents = ""            # as in prepare.py: file of the user agents that count; 2026; "" = the 15 of Apertus
+agents = ""            # as in prepare.py: file of the user agents that count; 2026; "" = the twelve of Apertus and *
 snapshots = "any"      # different files of a host: any may refuse, or the last one counts
 explicit = False       # count only groups that name an AI agent, not those of *
 
