@@ -311,10 +311,12 @@ def test_both_parts_of_a_cut_document_are_removed_as_one_document(cut, tmp_path,
     put(tmp_path, {"list": "uni.example", "new.jsonl": store})
     gone = [row for row in kept(cut) if row["source"] == "als_Latn"]
     said = fill(cut, f"--remove={tmp_path}/{name}")
-    assert f": 1 document ({sum(row['tokens'] for row in gone):,} tokens) removed, 20 stay" in said
+    tokens = sum(row["tokens"] for row in gone)
+    assert f": 1 document ({tokens:,} tokens) removed, 20 stay" in said
     assert "source als_Latn keeps no document for training" in said
     assert not any("uni.example" in (row["url"] or "") for row in kept(cut))
     assert "21 documents in = 20 kept + 1 removed" in ask(cut)
     assert report(cut)["total"]["removed"] == dict(withdrawn=[1, gone[0]["bytes"]])
-    assert (report(cut)["cut"], report(cut)["removals"][0]["documents"]) == (None, 1)
+    (removal,) = report(cut)["removals"]
+    assert (report(cut)["cut"], removal["documents"], removal["tokens"]) == (None, 1, tokens)
     assert "letter came in and was removed: withdrawn" in ask(cut, "--find=letter")

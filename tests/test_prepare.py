@@ -413,16 +413,19 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
-    """The first of 40 files has 4,942 bytes of text, the second 4,919: together exactly --max_bytes."""
+    """
+    Each text is in two files of 40, and counts once. The first has 4,942 bytes of text, the third 4,919: together exactly
+    --max_bytes.
+    """
     monkeypatch.setattr(stages, "GROUP", 11_000)
-    inputs = [write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i)) for i in range(40)]
+    inputs = [write_lines(tmp_path / f"{i:02}.jsonl", rows(10, i // 2 * 10)) for i in range(40)]
     fill(tmp_path / "out", *inputs, "--max_bytes=9861")
     assert len(kept(tmp_path / "out")) == 20
     assert {
         file["name"]
         for file in report(tmp_path / "out")["inputs"]
         if file["problem"] != "not read: --max_bytes was reached"
-    } == {"0.jsonl", "1.jsonl"}
+    } == {"00.jsonl", "01.jsonl", "02.jsonl"}
 
 
 def test_documents_without_a_url_and_files_in_another_encoding_are_counted(tmp_path):
