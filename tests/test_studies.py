@@ -12,7 +12,7 @@ from shell import run_shell
 from data import open_data
 from engine.files import read_json
 from engine.runs import settings_of
-from studies import borders, kit
+from studies import borders, decay, kit
 
 # Flags that make a study's commands small. QRPO needs a model that ends its answers, and rewards that differ.
 SMALL = """
@@ -103,3 +103,24 @@ def test_a_part_of_a_folder_is_its_documents_up_to_a_number_of_tokens_and_all_of
     for a, b in zip(read_documents(old, "val"), read_documents(new, "val"), strict=True):
         assert a.tobytes() == b.tobytes()
     assert open_data(dict(settings_of(lab / "pretrained"), data=str(new)), 256, True)
+
+
+def test_the_rule_of_decay_holds_where_a_model_without_a_decay_is_worse_before_and_better_after():
+    """Differences of some 0.1 in five seeds are significant by Holm; differences that change their sign are not."""
+    noise = dict(zip(range(2, 7), (0.01, -0.02, 0.0, 0.02, -0.01)))
+    rows = [
+        dict(arm=arm, seed=seed, lr=1e-3, before=2 + by + noise[seed], loss=1 - by, right=0.5 + noise[seed] * by)
+        for arm, by in dict(wsd=0.0, constant=0.1, cosine=0.0, mean=-0.1).items()
+        for seed in noise
+    ]
+    for row in rows:
+        if row["arm"] != "wsd":
+            row["loss"] += noise[row["seed"]]
+    compared = decay.compare(rows)
+    verdicts = {arm: [decay.verdict(compared, arm, name) for name in decay.MEASURES] for arm in decay.ARMS[1:]}
+    assert verdicts["constant"] == ["worse", "better", "not decided"]
+    assert verdicts["cosine"] == ["not decided", "not decided", "not decided"]
+    assert verdicts["mean"] == ["better", "worse", "not decided"]
+    assert "the published finding holds here" in decay.conclusion(compared)
+    searched = [dict(arm=arm, seed=1, lr=lr, loss=abs(lr - 1e-3)) for arm in decay.ARMS for lr in decay.lrs]
+    assert set(decay.best_rates(searched).values()) == {1e-3}
