@@ -13,7 +13,7 @@ from test_pairs_corpus import number
 
 from corpus.folder import building, publish
 from corpus.reservations import refusal
-from corpus.robots import AGENTS
+from corpus.robots import AGENTS, may_train_on, open_robots, verdict
 from corpus.statements import has_statements
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,6 +121,21 @@ def test_each_row_has_its_own_verdict_in_any_form_and_again_by_a_newer_store(
     if any(reason.startswith("withdrawn") for reason in reasons):
         fill(folder / "out", f"--remove={folder}/after.jsonl")
         assert [row["reason"] for row in ledger(folder / "out")] == reasons
+
+
+SERVED = "", "User-agent: *\nDisallow: /x", "User-agent: *\nDisallow: /", "<html>"
+
+
+@drawn(99, served=lists(tuples(sampled_from(["2024-01-31", "2025-06-01", ""]), sampled_from(SERVED)), min_size=3))
+def test_of_the_rows_of_a_host_any_refuses_or_the_latest_decides(tmp_path_factory, served):
+    """In any order, also if a host has served one file twice, and another between. Of one date the last row counts."""
+    rows = [dict(domain="a.example", date=date, content=content) for date, content in served]
+    path = write_lines(tmp_path_factory.mktemp("served") / "s.jsonl", rows)
+    _, _, latest = max((date, n, content) for n, (date, content) in enumerate(served))
+    for snapshots, files in dict(any=[content for _, content in served], last=[latest]).items():
+        store = open_robots(path, snapshots)
+        for page in ("https://a.example/", "https://a.example/x"):
+            assert verdict(page, store)[0] == all(may_train_on(page, content)[0] for content in files)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

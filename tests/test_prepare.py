@@ -414,8 +414,8 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
     """
-    Each text is in two files of 40, and counts once. The first has 4,942 bytes of text, the third 4,919: together exactly
-    --max_bytes.
+    Each text is in two files of 40, and counts once. The first file has 4,942 bytes of text, the third 4,919: together
+    exactly --max_bytes.
     """
     monkeypatch.setattr(stages, "GROUP", 11_000)
     inputs = [write_lines(tmp_path / f"{i:02}.jsonl", rows(10, i // 2 * 10)) for i in range(40)]
