@@ -10,23 +10,28 @@ import loss
 from configurator import literal
 from loss import ChunkedCrossEntropy, chunk_loss, chunk_rows
 
-# Rows of a chunk, of 50 in all; the frozen tensors.
+# Rows of a chunk, of 50 in all; the frozen tensors; rows of the head that are trained in its place.
 CHUNKS = """
-7  |
-25 | h
-25 | head
-64 | h head
-64 |
+7  |        |
+25 | h      |
+25 | head   |
+64 | h head |
+64 |        |
+7  | head   | 1 4 9
+25 | h head | 10 0
 """
 
 
-@pytest.mark.parametrize("rows, frozen", table(CHUNKS))
-def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, rows):
+@pytest.mark.parametrize("rows, frozen, own", table(CHUNKS))
+def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, rows, own):
     torch.manual_seed(0)
     rows = int(rows)
     h, head, weights = torch.randn(50, 8).double(), torch.randn(11, 8).double(), torch.rand(50).double()
     targets = torch.arange(50) % 11
     trained = [p.requires_grad_() for name, p in (("h", h), ("head", head)) if name not in frozen.split()]
+    ids = torch.tensor([int(n) for n in own.split()])
+    own = torch.randn(len(ids), 8).double().requires_grad_() if len(ids) else None
+    trained += [own] * len(ids[:1])
     seen = []
 
     def noted(part, *rest):
@@ -34,9 +39,10 @@ def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, ro
         return chunk_loss(part, *rest)
 
     monkeypatch.setattr(loss, "chunk_rows", lambda *_: rows)
-    found, nll = ChunkedCrossEntropy.apply(h, head, targets, weights, noted)
+    found, nll = ChunkedCrossEntropy.apply(h, head, targets, weights, noted, own, ids)
     assert max(seen) == (min(rows, 50), bool(trained))
-    each = F.cross_entropy(h @ head.T, targets, reduction="none")
+    whole = head if own is None else head.index_copy(0, ids, own)
+    each = F.cross_entropy(h @ whole.T, targets, reduction="none")
     assert_close((nll, found), (each.detach(), each @ weights))
     if trained:
         # No gradient is built for a frozen matrix: for the 8B's head it would take 2 GB.

@@ -30,6 +30,7 @@ FINISHED = {folder: name for folder, name in ABLATIONS.items() if Path(ROOT, fol
         ("results/align", "studies.align --report --results=NEW", "table.md"),
         ("results/length", "studies.length --report --results=NEW", "table.md"),
         ("results/memorize", "studies.memorize --report --out=NEW", "table.md"),
+        ("results/product", "studies.memorize --report --out=NEW", "table.md"),
         ("results/micro_combat", "papers.smacv2 --results=NEW", "table.md"),
         ("results/ppo_collapse", "papers.ppo_collapse --results=NEW", "table.md"),
         ("results/recipe", "studies.recipe --report --results=NEW", "report.md"),
