@@ -8,13 +8,16 @@ A new setting belongs to a table of features here, or to the settings that no pa
 import json
 import math
 import os
+import re
 import signal
 from dataclasses import replace
 from itertools import accumulate, combinations, count
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import ROOT
 from oracle import Plain
 from pairs import covering, pairs_of
 from pytest import approx
@@ -88,16 +91,21 @@ STANDS_FOR = dict(
 WITHOUT_PAIRS = {
     "the sizes of a run, which all rows share": """seed n_layer n_head n_embd ffn_dim vocab_size block_size batch_size
         total_samples decay_samples lr min_lr betas alpha""",
-    "ranks: test_step.py and test_matrix.py": "parallel hsdp_shard sequence_parallel timeout",
+    "ranks: test_step.py, test_matrix.py, test_parallel.py": "parallel hsdp_shard sequence_parallel timeout",
     "hardware, which a row cannot choose: test_hardware.py, test_speed.py, test_fp8.py": "device dtype compile fp8",
     "the clock: test_train.py": "minutes checkpoint_minutes",
-    "a service: test_run.py": "wandb_log",
-    "read by model.py alone: test_model.py": "rope_theta rope_original rope_low rope_high norm_eps init_std",
+    "a service: test_train.py": "wandb_log",
+    "read by model.py alone: test_model.py": "rope_theta init_std",
+    "drawn under transformers' names, with config.json": "rope_original rope_low rope_high norm_eps",
 }
 
 
 def names_in(features, stands_for, without):
-    """The settings of a table of features and of those that need no pair."""
+    """The settings of a table of features and of those that need no pair, each in a test file that its reason names."""
+    for reason, settings_there in without.items():
+        texts = [Path(ROOT, "tests", file).read_text() for file in re.findall(r"test_\w+\.py", reason)]
+        for name in settings_there.split() * bool(texts):
+            assert any(re.search(rf"\b{name}\b", text) for text in texts), (name, reason)
     names = [stands_for.get(name, name) for name in features] + list(without.values())
     return set(" ".join(names).split())
 
