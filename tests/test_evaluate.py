@@ -34,6 +34,28 @@ def evaluated(folder, *args):
     return done.stdout, found["rows"]
 
 
+def test_results_of_the_same_inputs_are_replaced_and_others_are_kept(lab, tmp_path):
+    """Each other option, model or text gives evaluation.json, and the older one a number."""
+    texts = f"{TASKS}/texts.jsonl"
+    calls = [
+        [texts],
+        [texts, "--base=int8"],
+        [texts, "--base=nf4"],
+        [texts, "--dtype=bfloat16"],
+        [texts, "--limit=2"],
+        [texts, f"--against={lab}/sft"],
+        [f"{TASKS}/quiz.jsonl"],
+        [f"{TASKS}/quiz.jsonl", "--template={question}{choice}"],
+        [texts],
+    ]
+    for n, call in enumerate(calls):
+        for again in range(2):
+            said, _ = evaluated(tmp_path, *call, f"--init_from={lab}/hf")
+            assert ("kept the results of other texts or options as" in said) == (n > 0 and not again), call
+    assert len(list((tmp_path / "out").glob("evaluation-*.json"))) == len(calls) - 1
+    assert read_json(tmp_path / "out" / "evaluation-2.json")["base"] == "int8"
+
+
 def window_of(i, T):
     """Windows begin at multiples of half a window: the begin of the first from which at most T tokens reach token i."""
     stride = T - T // 2

@@ -110,6 +110,16 @@ def test_the_loss_is_transformers_at_the_start_and_evaluates_at_the_end_and_is_d
     assert summary["val_loss"] == curve[1, -1]
 
 
+def test_conversations_that_were_cut_are_held_out_as_the_others(lab, tmp_path):
+    """evaluate.py finds them again, and scores them whole."""
+    rows = [chat_row(SYSTEM, user(f"say {i}"), assistant("ab" * (1 + i % 40))) for i in range(240)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    how = f"--data={tmp_path}/rows.jsonl", f"--val_share={SHARE}", "--too_long=cut", "--max_length=110"
+    assert "cut" in run(*tuning(lab, tmp_path / "run", *SHORT, *how)).stdout
+    _, found = evaluated(tmp_path, f"--init_from={tmp_path / 'run'}")
+    assert found[0]["n"] == settings_of(tmp_path / "run")["held_out"] > 10
+
+
 def test_two_ranks_hold_out_the_same_and_have_the_same_loss(lab, held, launch, tmp_path):
     """In micro-batches of 16 one of them has no conversation left."""
     how = f"--data={held}/rows.jsonl --val_share={SHARE} --eval_every=4 --micro_batch=16 --parallel=fsdp".split()

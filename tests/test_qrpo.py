@@ -1,5 +1,6 @@
 """posttrain/qrpo.py against published numbers, closed forms and a run in plain fp64; then as users run it."""
 
+import copy
 import math
 import shutil
 from dataclasses import replace
@@ -18,9 +19,11 @@ from trained import log
 
 import chat
 import convert
+import tokenizer
 from configurator import settings as settings_in
 from corpus import readers
 from engine.files import read_json
+from engine.parallel import Ranks
 from posttrain import common, losses, pairs, qrpo, references, rewards
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/preference_losses.json")
@@ -317,6 +320,25 @@ def test_references_on_disk_are_six_of_each_prompt_and_begin_behind_it(lab):
     sampled = sum(map(common.contents, sorted((lab / "qrpo" / "references").glob("*/samples-2-*"))), [])
     assert [len(ids) for ids in sampled] == [6] * 6
     assert TOK.special["<|assistant_start|>"] not in {completion[0] for ids in sampled for completion in ids}
+
+
+def test_references_are_shared_by_runs_that_sample_alike_and_no_others(lab, tmp_path):
+    """A setting that decides the samples, the start model, a prompt and the tokenizer each make another folder."""
+    model, tok = convert.load_any(f"{lab}/sft")
+    settings = settings_in(vars(qrpo)) | dict(references=f"{tmp_path}/refs", out=f"{tmp_path}/run")
+    prompts = [references.Prompt("line 1", dict(prompt="a"), [1, 2], [])]
+
+    def folder_of(model=model, tok=tok, prompts=prompts, **changes):
+        return references.References(model, tok, prompts, Ranks(), "cpu", settings | changes).folder
+
+    decisive = dict(seed=29, base="int8", n_refs=7, sample_batch=5, max_new_tokens=9, max_length=99)
+    others = dict(lr=1.0, loss="rebel", beta=3.0, epochs=9, batch_size=1, pairs="all", out="b", rewards="c", lora_r=8)
+    edited = copy.deepcopy(model)
+    edited.lm_head.weight.data[0, 0] += 1
+    more = dict(model=edited, tok=tokenizer.load("apertus:300"), prompts=[replace(prompts[0], ids=[1, 3])])
+    folders = [folder_of(**{name: value}) for name, value in (decisive | more).items()]
+    assert len({folder_of(), *folders}) == 1 + len(folders)
+    assert {folder_of(**{name: value}) for name, value in others.items()} == {folder_of()}
 
 
 def test_candidates_are_finished_completions_with_their_quantile():
