@@ -175,6 +175,24 @@ def test_a_folder_that_other_code_has_made_is_not_reused(tmp_path):
         kit.train(f"{tmp_path}/run", ["train"])
 
 
+def test_the_seconds_of_a_run_that_was_stopped_are_those_of_all_its_processes(tmp_path, monkeypatch):
+    seconds = iter([40.0, 1.25, 2.5])
+
+    def process(command, file, env, folder):
+        spent = next(seconds)
+        kit.write(f"{tmp_path}/run/{'summary.json' if spent == 2.5 else 'half'}", "{}")
+        return 0 if spent == 2.5 else -15, spent
+
+    monkeypatch.setattr(kit, "run_process", process)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="If it was stopped, give the same command again"):
+            kit.train(f"{tmp_path}/run", ["train"])
+    kit.train(f"{tmp_path}/run", ["train"])
+    assert json.loads(read_text(f"{tmp_path}/run.json"))["cpu_seconds"] == pytest.approx(43.75, abs=0.1)
+    kit.train(f"{tmp_path}/run", ["train"])
+    assert next(seconds, "none is left") == "none is left"
+
+
 def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch):
     """
     Two arms, two seeds, two rates and 4 steps: reported seeds use the rate with the lower loss in their arm's search.

@@ -119,6 +119,15 @@ def test_an_export_is_the_same_model_here_and_for_transformers(tmp_path, tied):
     assert_known_to_transformers(tmp_path, back, tok)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_has_one_dtype_which_its_config_names(lab, tmp_path, dtype):
+    """So transformers and servers load it in the dtype of its file, not at twice its size."""
+    conftest.script("convert.py", f"--load={lab}/hf", f"--save={tmp_path}/new", f"--dtype={dtype}")
+    stored = load_file(tmp_path / "new" / "model.safetensors")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto")
+    assert {str(t.dtype) for t in [*stored.values(), *theirs.parameters()]} == {f"torch.{dtype}"}
+
+
 def test_rows_that_pad_the_embedding_decode_to_nothing_and_another_tokenizer_is_refused(tmp_path):
     for rows in (319, 384, 320 + 1024):
         convert.save_hf(Apertus(replace(SMALL, vocab_size=rows)), f"{tmp_path}/{rows}", BYTE)

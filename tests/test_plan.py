@@ -100,6 +100,15 @@ def test_a_ring_over_nodes_has_the_links_of_all_gpus_of_a_node_and_copies_have_o
     assert whole["step_s"] == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS / 720e9 + 40 * PARAMETERS / 7200e9)
 
 
+@pytest.mark.parametrize("P", [1, 2, 8])
+def test_a_step_computes_each_window_once_however_many_gpus_share_one(P):
+    """No plan is faster than the compute of all GPUs at once, and here most of its time is compute."""
+    found, _ = planned("none", f"--gpus=8 --batch_size=64 --parallel=fsdp --sequence_parallel={P}")
+    fastest = 8 * found["tokens"] / found["compute_s"]
+    assert 0.7 * fastest < found["tokens_per_s"] < fastest
+    assert found["tokens"] == max(found["fits"], 1) * 4096 // P
+
+
 @pytest.mark.parametrize(
     "command, flags",
     [
