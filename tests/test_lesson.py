@@ -239,6 +239,7 @@ def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path
     mine.write_text(f"{before}# begun")
     lesson("rope")
     assert mine.read_text() == f"{before}# begun"
+    assert (tmp_path / "rope" / "README.md").read_text() == sheet
     script("tools.lesson", "rope", f"--out={tmp_path}", "--solution")
     lines = capfd.readouterr().out.splitlines()
     assert "+    turned = torch.cat((-b, a), dim=-1)" in lines
