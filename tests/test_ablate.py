@@ -1,6 +1,7 @@
 """ablate.py and kit.py: statistics against scipy, R and closed forms, a small study, and the committed studies."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -191,6 +192,30 @@ def test_the_seconds_of_a_run_that_was_stopped_are_those_of_all_its_processes(tm
     assert json.loads(read_text(f"{tmp_path}/run.json"))["cpu_seconds"] == pytest.approx(43.75, abs=0.1)
     kit.train(f"{tmp_path}/run", ["train"])
     assert next(seconds, "none is left") == "none is left"
+
+
+def test_of_a_process_that_was_killed_with_its_study_the_seconds_are_not_known(tmp_path, monkeypatch):
+    def process(command, file, env, folder):
+        kit.write(f"{tmp_path}/run/summary.json", "{}")
+        return 0, 2.5
+
+    monkeypatch.setattr(kit, "run_process", process)
+    args = [f"--out={tmp_path}/run", "--resume"]
+    kit.write(f"{tmp_path}/run/log.jsonl", "")
+    kit.write(f"{tmp_path}/run.json", json.dumps(dict(args=args, sources=kit.read_sources("train", *args))))
+    kit.train(f"{tmp_path}/run", ["train"])
+    assert json.loads(read_text(f"{tmp_path}/run.json"))["cpu_seconds"] is None
+
+
+@pytest.mark.parametrize("last, error", [(1.5, None), (math.nan, "its last validation is not finite")])
+def test_a_run_that_diverges_at_its_end_has_failed(tmp_path, monkeypatch, last, error):
+    """Whatever its earlier validations were."""
+    lines = [dict(step=n, tokens=n, val_bpb=bpb) for n, bpb in ((1, 2.0), (2, last))]
+    kit.write(f"{tmp_path}/run/log.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    kit.write(f"{tmp_path}/run.json", json.dumps(dict(cpu_seconds=1)))
+    monkeypatch.setattr(ablate, "count_parameters", lambda folder: 7)
+    row = ablate.read_run(ablate.Run(f"{tmp_path}/run", [], {}), "")
+    assert row.get("error") == error and row["val_bpb"] == [2.0, 1.5][: 1 + (error is None)]
 
 
 def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch):

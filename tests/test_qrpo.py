@@ -298,10 +298,12 @@ def test_dpo_says_that_its_beta_is_by_the_token_where_trls_is_not(lab, tmp_path,
 
 
 def test_thoughts_of_one_answer_open_the_deliberation_of_both():
-    row = dict(prompt=[QUESTION], chosen=[BETTER | dict(reasoning="blue?")], rejected=[WORSE])
-    prompt, chosen, _ = pairs.pair_ids(TOK, row)
-    assert prompt == TOK.chat([QUESTION], None, True, True, chat.DATE)
-    assert chosen[:1] == [TOK.special["<|inner_prefix|>"]]
+    thoughtful = dict(prompt=[QUESTION], chosen=[BETTER | dict(reasoning="blue?")], rejected=[WORSE])
+    swapped = dict(prompt=[QUESTION], chosen=[WORSE], rejected=[BETTER | dict(reasoning="blue?")])
+    for n, row in enumerate((thoughtful, swapped)):
+        prompt, *answers = pairs.pair_ids(TOK, row)
+        assert prompt == TOK.chat([QUESTION], None, True, True, chat.DATE)
+        assert answers[n][:1] == [TOK.special["<|inner_prefix|>"]]
 
 
 def test_a_prompt_alone_is_the_same_as_messages_and_so_is_its_reward(tmp_path):
