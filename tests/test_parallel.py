@@ -269,7 +269,7 @@ def torchrun(tmp_path):
     """torchrun(script, *args): the documented line, on two ranks: its process, and a function that reads its log."""
     page = Path(ROOT, "docs/scale.md").read_text()
     [node] = re.findall('^NODE="(.*)"$', page, re.M)
-    [line] = [line for line in page.splitlines() if "configs/node.py" in line]
+    [line] = [line for line in page.splitlines() if "train.py configs/node.py" in line]
     line = line.replace("$NODE", node)
     start_of_line = line.partition("train.py")[0].replace("=8", "=2").replace("out/node", f"{tmp_path}/run")
     start_of_line = start_of_line.replace(" torchrun ", f" {sys.executable} -m torch.distributed.run ")
