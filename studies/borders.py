@@ -56,8 +56,10 @@ def documents_of(meta, split, folder):
 def write_folder(out, folder, source, **splits):
     """
     Write documents as the data folder `out`, with one source. splits: train and val, lists of ids without <s> and </s>.
-    folder: their data folder, whose vocabulary is copied.
+    folder: their data folder, whose vocabulary is copied. ValueError if `out` holds files already.
     """
+    if os.path.isdir(out) and os.listdir(out):
+        raise ValueError(f"--out={out} holds files: name a new folder, or delete it first")
     meta, tok, entries = meta_of(folder), tokenizers.load_for(folder), {}
     for split, documents in splits.items():
         name = f"{split}_00000.npy"

@@ -224,6 +224,8 @@ def finding(compared, n):
 
 
 def main():
+    if seeds < 1:
+        raise ValueError(f"seeds={seeds}: want 1 or more, and for an interval 2")
     path = f"{results}/rows.jsonl"
     if not report:
         kit.write_rows(path, run_all())

@@ -2,10 +2,11 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
-from conftest import table
+from conftest import refused, script, table
 from lab import run
 from shell import run_shell
 
@@ -89,6 +90,18 @@ def test_pieces_of_documents_keep_their_tokens_and_get_other_neighbours(lab, tmp
         assert all(40 <= len(piece) // 2 <= 80 for piece in new) and all(origins)
         assert 0.97 < sum(map(len, new)) / sum(map(len, old)) <= 1
         assert split == "val" or sum(a == b for a, b in zip(origins, origins[1:])) < len(new) / 10
+
+
+@pytest.mark.parametrize("study", ["borders", "repeat"])
+def test_a_data_folder_is_not_made_over_files_that_are_there(lab, tmp_path, study):
+    """Nor over the folder that it is made from."""
+    (tmp_path / "train_00000.npy").write_text("mine")
+    data = shutil.copytree(lab / "data", tmp_path.parent / f"{study}-data")
+    before = [path.read_bytes() for path in sorted(data.iterdir())]
+    for out in (tmp_path, data):
+        refused(script(f"studies.{study}", str(data), f"--out={out}/"), "holds files: name a new folder")
+    assert (tmp_path / "train_00000.npy").read_text() == "mine"
+    assert [path.read_bytes() for path in sorted(data.iterdir())] == before
 
 
 def test_a_part_of_a_folder_is_its_documents_up_to_a_number_of_tokens_and_all_of_its_validation(lab, tmp_path):
