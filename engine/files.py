@@ -133,19 +133,23 @@ def flush(path):
             os.close(fd)
 
 
-def lock(path, advice):
+def lock(path, advice, wait=False):
     """
-    Open a file and lock it for this process, until it is closed. advice: for the error if another process has it.
+    Open a file and lock it until this process, and each child that was given the file, have closed it. advice: for the
+    error if another process has it. wait: wait for that process instead.
 
     ValueError: another process has it. A file system without locks (NFS without lockd, Windows) is a warning.
     """
     # "a", not "w": the file may be a link in a downloaded folder, whose target must stay as it is.
-    file = open(path, "a")
+    file = open(path, "a+", encoding="utf-8", errors="replace")
     try:
         import fcntl
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"{os.path.dirname(path)}: another process is writing there: {advice}") from None
+        if not wait:
+            raise ValueError(f"{os.path.dirname(path)}: another process is writing there: {advice}") from None
+        print(f"{path}: waiting for the process that is writing it")
+        fcntl.flock(file, fcntl.LOCK_EX)
     except (ImportError, OSError) as e:
         print(f"{path}: no locks here ({e}): make sure that no other process writes there")
     return file

@@ -31,7 +31,7 @@ import torch
 
 from configurator import ROOT
 from engine import plot
-from engine.files import make_folder, read_json, read_text, sha256_of, write_flushed
+from engine.files import lock, make_folder, read_json, read_text, sha256_of, write_flushed
 from engine.intervals import student
 
 # Exit codes of a run that was asked to stop: by the file `stop`, Ctrl-C or SIGTERM. It has not failed.
@@ -113,33 +113,35 @@ def call(path, done, script, *args, device=None, root=""):
     Run `python -m script args...` in a process of its own, unless the file `done`, the last that it writes, exists.
 
     Its output goes to PATH.txt; its arguments, hashes of its sources, its seconds and its seconds of CPU go to
-    PATH.json. It has $OMP_NUM_THREADS threads, or one, because several runs share the machine. device: the only GPU
-    that it may see; None = all. root: another checkout of this project, whose script runs; paths are absolute then.
+    PATH.json. If another study has started it, wait for that: studies share runs. It has $OMP_NUM_THREADS threads, or
+    one, because several runs share the machine. device: the only GPU that it may see; None = all. root: another
+    checkout of this project, whose script runs; paths are absolute then.
     ValueError with its last line if it fails (RunFailed) or is stopped, or if the folder of `done` was made with other
     arguments or by other sources.
     """
     record, folder = f"{path}.json", os.path.dirname(done)
     origin = dict(args=list(args), sources=read_sources(script, *args, root=root))
     before = dict(cpu_seconds=0)
-    if os.path.exists(record) and os.path.exists(folder):
-        before = read_json(record)
-        check_origin(folder, record, before, origin)
-    if os.path.exists(done):
-        return
-    start = time.perf_counter()
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     if device:
         env["CUDA_VISIBLE_DEVICES"] = device
-    write(f"{path}.txt", "")
-    write(record, json.dumps(origin))
-    with open(f"{path}.txt", "r+", encoding="utf-8", errors="replace") as f:
+    make_folder(os.path.dirname(path) or ".")
+    with lock(f"{path}.txt", "", wait=True) as f:
+        if os.path.exists(record) and os.path.exists(folder):
+            before = read_json(record)
+            check_origin(folder, record, before, origin)
+        if os.path.exists(done):
+            return
+        start = time.perf_counter()
+        f.truncate(0)
+        write(record, json.dumps(origin))
         code, cpu_seconds = run_process([sys.executable, "-m", script, *args], f, env, root or None)
         f.seek(0)
         last = f.read().strip().split("\n")[-1] or "it printed nothing"
-    # A process that was killed with this one has left no seconds: then the sum is not known.
-    known = before.get("cpu_seconds")
-    total = None if known is None else round(known + cpu_seconds, 1)
-    write(record, json.dumps(origin | dict(wall=round(time.perf_counter() - start), cpu_seconds=total)))
+        # A process that was killed with this one has left no seconds: then the sum is not known.
+        known = before.get("cpu_seconds")
+        total = None if known is None else round(known + cpu_seconds, 1)
+        write(record, json.dumps(origin | dict(wall=round(time.perf_counter() - start), cpu_seconds=total)))
     if code or not os.path.exists(done):
         message = f"{command(script, args)} ended with code {code}: {last} ({path}.txt)"
         if code in STOPPED:

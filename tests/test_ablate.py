@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,23 @@ def test_the_seconds_of_a_run_that_was_stopped_are_those_of_all_its_processes(tm
     assert json.loads(read_text(f"{tmp_path}/run.json"))["cpu_seconds"] == pytest.approx(43.75, abs=0.1)
     kit.train(f"{tmp_path}/run", ["train"])
     assert next(seconds, "none is left") == "none is left"
+
+
+def test_two_studies_that_share_a_run_train_it_once(tmp_path, monkeypatch):
+    """The second waits for the first. If it started the run too, train.py would find the folder locked, and fail."""
+    started = []
+
+    def process(command, file, env, folder):
+        started.append(command)
+        time.sleep(0.3)
+        kit.write(f"{tmp_path}/run/summary.json", "{}")
+        return 0, 1.0
+
+    monkeypatch.setattr(kit, "run_process", process)
+    folders = [f"{tmp_path}/run"] * 3
+    assert len([*kit.in_parallel(3, lambda folder, device: kit.train(folder, ["train"]), folders)]) == 3
+    assert len(started) == 1
+    assert json.loads(read_text(f"{tmp_path}/run.json"))["cpu_seconds"] == 1.0
 
 
 def test_of_a_process_that_was_killed_with_its_study_the_seconds_are_not_known(tmp_path, monkeypatch):
