@@ -18,7 +18,7 @@ one with the lowest loss on held-out conversations.
 A table of configs/ablations.toml trains one run for each arm. Here each arm is a chain of several, so this is a script.
 
 $ python -m studies.decay                      # five seeds, an hour of one core; writes results/decay
-$ python -m studies.decay --report             # table.md and plot.png again, from rows.jsonl
+$ python -m studies.decay --report             # the page and its plots again, from rows.jsonl
 """
 
 import sys
@@ -29,11 +29,12 @@ if __name__ == "__main__" and not __package__:
 
 import os
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from configurator import run
-from engine import checkpoint
+from engine import checkpoint, plot
 from engine.files import read_json
 from engine.intervals import student
 from studies import kit
@@ -44,11 +45,11 @@ from weights.stored import StoredWeights, meta_model
 from weights.write import save_hf
 
 out = "out/decay"             # the world, its data, and runs
-results = "results/decay"     # rows.jsonl, table.md, plot.png
+results = "results/decay"     # rows.jsonl, table.md, plot.png, curves.png
 seeds = 5                     # reported ones, of weights and order, from 2 on
 jobs = 0                      # seeds at a time; 0 = one for each GPU, or for each CPU core without one
 lrs = (3e-4, 1e-3, 3e-3)      # of fine-tuning, that every arm tries
-report = False                # run nothing: write table.md and plot.png again from rows.jsonl
+report = False                # run nothing: write the page and its plots again from rows.jsonl
 
 SAMPLES = 6000                # windows of 256 tokens
 # The arms that are trained, and their schedules.
@@ -121,18 +122,26 @@ def write_mean(run_folder, folder):
     save_hf(model, folder, load_for(run_folder))
 
 
+def read_curve(base):
+    """The validations of a run: dict(tokens, val_bpb), lists in order."""
+    points = [(entry["tokens"], entry["val_bpb"]) for entry in plot.entries(base) if "val_bpb" in entry]
+    return dict(zip(("tokens", "val_bpb"), map(list, zip(*points))))
+
+
 def run_seed(seed, rates, device):
     """
     Pretrain all arms with a seed, fine-tune and examine them. rates: {arm: its rates of fine-tuning}. Returns rows:
-    arm, seed, lr, before, loss, right.
+    arm, seed, lr, before, loss, right, and of a trained arm read_curve().
     """
     here, rows = f"{out}/seed-{seed}", []
     for arm in ARMS:
         base = f"{here}/{arm}"
         if arm == "mean":
             write_mean(f"{here}/constant", base)
+            curve = {}
         else:
             kit.train(base, base_command(arm, seed), device)
+            curve = read_curve(base)
         kit.call(
             f"{base}-unread", f"{base}-unread/evaluation.json", "evaluate", f"{out}/world/unread.jsonl",
             f"--init_from={base}", f"--out={base}-unread", device=device)
@@ -149,7 +158,7 @@ def run_seed(seed, rates, device):
             [test] = [row for row in kit.read_rows(f"{tuned}-exam.jsonl") if row["group"] == "test"]
             rows.append(dict(
                 arm=arm, seed=seed, lr=lr, before=unread["score"],
-                loss=read_json(f"{tuned}/summary.json")["val_loss"], right=test["right"] / test["n"]))
+                loss=read_json(f"{tuned}/summary.json")["val_loss"], right=test["right"] / test["n"], **curve))
     return rows
 
 
@@ -244,6 +253,13 @@ def main():
         {arm: compared[arm, "loss"][1] for arm in ARMS if arm != "wsd"},
         "held-out loss after fine-tuning, above wsd (less is better)",
         0)
+    label, unit = plot.unit_of_tokens(reported[0]["tokens"][-1])
+    kit.plot_curves(
+        f"{results}/curves.png",
+        np.array(reported[0]["tokens"]) / unit,
+        {arm: [row["val_bpb"] for row in reported if row["arm"] == arm] for arm in SCHEDULES},
+        label,
+        "validation before fine-tuning, bits per byte\n(line: mean; band: all seeds)")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ studies.recipe: --report=False
 STUDIES = """
 align    | --out=NEW/runs --results=NEW --workers=1 --seeds=1 --n_conversations=64 --test_prompts=3 \
 --samples=1                                                                           | table.md align.png
-decay    | --out=NEW/runs --results=NEW --jobs=1 --seeds=1 '--lrs=(1e-3,)'            | table.md plot.png
+decay    | --out=NEW/runs --results=NEW --jobs=1 --seeds=1 '--lrs=(1e-3,)'            | table.md plot.png curves.png
 length   | --out=NEW/runs --results=NEW --jobs=1 --seeds=1                            | table.md
 memorize | --out=NEW --runs=NEW/runs --jobs=1 --seeds=1 --n_passages=1 --background=9000 '--models=none k4' \
 LAB/pages.jsonl                                                                       | table.md maps.png
