@@ -8,7 +8,7 @@ Should one decay the learning rate before fine-tuning? Four base models, the sam
 
 arXiv 2603.16127 finds that models without a decay are better after fine-tuning, although they are worse before it.
 Here each model reads 1.5M tokens of an invented world (studies/world.py) and is fine-tuned on questions and answers
-about some of its people. Each arm tries three rates of fine-tuning with seed 1, which is not reported, and keeps the
+about some of its people. Each arm tries four rates of fine-tuning with seed 1, which is not reported, and keeps the
 one with the lowest loss on held-out conversations.
 
     before    bits per byte of unread text, of the base model
@@ -48,7 +48,7 @@ out = "out/decay"             # the world, its data, and runs
 results = "results/decay"     # rows.jsonl, table.md, plot.png, curves.png
 seeds = 5                     # reported ones, of weights and order, from 2 on
 jobs = 0                      # seeds at a time; 0 = one for each GPU, or for each CPU core without one
-lrs = (3e-4, 1e-3, 3e-3)      # of fine-tuning, that every arm tries
+lrs = (3e-4, 1e-3, 3e-3, 1e-2)    # of fine-tuning, that every arm tries
 report = False                # run nothing: write the page and its plots again from rows.jsonl
 
 SAMPLES = 6000                # windows of 256 tokens
