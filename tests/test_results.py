@@ -28,6 +28,7 @@ FINISHED = {folder: name for folder, name in ABLATIONS.items() if Path(ROOT, fol
         *[(folder, f"studies.ablate {name} --report --out=NEW/..", "table.md") for folder, name in FINISHED.items()],
         ("results/ablations", "studies.ablate --overview --out=NEW", "overview.md"),
         ("results/align", "studies.align --report --results=NEW", "table.md"),
+        ("results/decay", "studies.decay --report --results=NEW", "table.md"),
         ("results/length", "studies.length --report --results=NEW", "table.md"),
         ("results/memorize", "studies.memorize --report --out=NEW", "table.md"),
         ("results/product", "studies.memorize --report --out=NEW", "table.md"),
