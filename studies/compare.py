@@ -119,12 +119,13 @@ def table_md(table):
     """
     The rows of summarise() as a Markdown table, with Holm's p-values over all of its comparisons.
 
-    Adds two texts to each row that is no baseline: `against`, a cell of the table, and `conclusion`, a sentence that
-    compares it with the first row.
+    Adds `p_holm` to each row that is no baseline, and two texts: `against`, a cell of the table, and `conclusion`, a
+    sentence that compares it with the first row.
     """
     compared = [row for row in table if not row["against"]]
     for row, p_holm in zip(compared, kit.holm([row["student"][2] for row in compared])):
         difference, half, p = row["student"]
+        row["p_holm"] = p_holm
         row["against"] = f"{difference:+.4f} ± {half:.4f} (p = {p:.3f}, {p_holm:.3f})"
         row["conclusion"] = (
             f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['total']:,} tokens: "

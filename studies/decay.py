@@ -66,7 +66,8 @@ MEASURES = dict(
 RULE = """\
 Rule, written before the runs: an arm is better or worse than wsd after fine-tuning if its held-out loss is \
 significantly lower or higher (Holm over the nine comparisons of the table), and otherwise that is not decided. The \
-published finding holds here if constant is significantly worse than wsd before, and significantly better after."""
+published finding holds here if constant is significantly worse than wsd before, and significantly better after. \
+The rate 0.01 was added later: in seed 1 the highest until then, 0.003, was the best of every arm."""
 PAGE = """\
 # A decay before fine-tuning
 

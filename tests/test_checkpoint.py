@@ -5,6 +5,7 @@ saves in the background, failures, damage, foreign files. tests/faults tests who
 
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -313,3 +314,15 @@ def test_one_run_a_folder_and_the_lock_goes_with_its_owner(tmp_path):
     lock.close()
     runs.lock_run(str(tmp_path)).close()
     assert (tmp_path / ".lock").read_text()
+
+
+def test_a_child_that_was_given_the_file_keeps_its_lock(tmp_path):
+    """As a run does whose study was killed: the next study waits for it."""
+    path = str(tmp_path / "run.txt")
+    with files.lock(path, "") as file:
+        child = subprocess.Popen(["sleep", "60"], stdout=file)
+    with pytest.raises(ValueError, match="another process is writing there: stop it"):
+        files.lock(path, "stop it")
+    child.kill()
+    files.lock(path, "", wait=True).close()
+    child.wait()
