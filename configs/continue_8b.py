@@ -1,6 +1,8 @@
 # Continued pretraining of the released 8B, on a language or a domain of yours.
 #
-#     python -m tools.plan configs/continue_8b.py --gpus=8 --gpu=h100     # the command to train: docs/scale.md
+#     python -m tools.plan configs/continue_8b.py --gpus=8 --gpu=h100
+#     $NODE train.py configs/continue_8b.py --data=data/mine-apertus --recompute=cheap --micro_batch=4 --resume
+# NODE and an example with adapters on one GPU: docs/scale.md
 #
 # The numbers are those of Greek Apertus (eellak/greek-apertus, a contract of August 2026; its 8B on 80.73B tokens), the
 # one open run that continues Apertus with its own optimizer and loss: half of pretraining's peak learning rate, and a

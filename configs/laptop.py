@@ -1,5 +1,4 @@
 # The default: a small Apertus on the source of Python's standard library, tuned for five minutes of training.
-# How the values were chosen: docs/decisions.md.
 out = "out/laptop"
 data = "data/stdlib"
 

@@ -1,6 +1,5 @@
-"""docs/data.md: datatrove's filters and trafilatura turn raw pages into files for prepare.py (where installed)."""
+"""docs/filter.py: datatrove's filters and trafilatura turn raw pages into files for prepare.py (where installed)."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,12 +36,10 @@ PAGES = {
 
 
 def test_the_filters_of_the_page_leave_good_pages_and_prepare_obeys_their_opt_outs(tmp_path):
-    (script,) = re.findall(r"```python\n(.*?)```", Path(ROOT, "docs", "data.md").read_text(), re.S)
-    (tmp_path / "filter.py").write_text(script)
     (tmp_path / "pages").mkdir()
     rows = [dict(id=name, url=f"https://host.example/{name[0]}", text=html) for name, html in PAGES.items()]
     write_lines(tmp_path / "pages" / "a.jsonl", rows)
-    subprocess.run([sys.executable, "filter.py"], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run([sys.executable, f"{ROOT}/docs/filter.py"], cwd=tmp_path, check=True, capture_output=True)
     fill(tmp_path / "data", tmp_path / "filtered")
     reasons = {row["id"].partition(":")[2]: row["reason"] for row in ledger(tmp_path / "data")}
     assert reasons == {"good": "", "opts out": "noai"}

@@ -169,7 +169,7 @@ def test_goldfish_breaks_what_the_other_model_recites():
     """Its page is README.md: without Goldfish most dropped bytes are recited, with it at most half of those."""
     done = script("plain.py", f"{ROOT}/README.md")
     [numbers] = re.findall(
-        r"Of (\d+) dropped bytes far from both ends it gets past (\d+), the model without Goldfish past (\d+)\.",
+        r"each of (\d+) dropped bytes, the model with Goldfish recites past (\d+) of them, the other past (\d+)\.",
         done.stdout,
     )
     holes, with_goldfish, without = map(int, numbers)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow.json
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, script
+from conftest import ROOT, refused, script
 from corpora import rows as rows_of_a_corpus, write_lines
 
 import tokenizer
@@ -39,13 +39,13 @@ def commands(blocks):
 
 
 # Blocks whose commands need each other's files begin with a variable. They run in order; other commands run alone.
-# Make installs packages for some targets: a test reads the commands it would run.
+# Make installs packages for some targets: a test reads the commands it would run. Other tests run docs/*.py.
 CHAIN = commands(block for block in BLOCKS if block.startswith("START="))
 LOOP = commands(block for block in BLOCKS if block.startswith("FROM="))
 COMMANDS = [
     command
     for command in commands(block for block in BLOCKS if not block.startswith(("START=", "FROM=")))
-    if not re.match("NODE=|make (train|test|node)", command)
+    if not re.match("NODE=|make (train|test|node)|python docs/", command)
 ]
 [NODE] = re.findall('^NODE="(.*)"$', read("docs", "scale.md"), re.M)
 
@@ -164,10 +164,10 @@ def test_the_loop_goes_through_the_four_long_context_stages(small, tmp_path):
 
 
 def test_docstrings_become_conversations_and_prompts(tmp_path, monkeypatch):
-    """By the Python of docs/posttraining.md."""
+    """By docs/conversations.py, which leaves what it finds."""
     monkeypatch.chdir(tmp_path)
-    [block] = re.findall(r"```python\n(.*?)```", read("docs", "posttraining.md"), re.S)
-    exec(block, {})
+    make = partial(subprocess.run, [sys.executable, f"{ROOT}/docs/conversations.py"], capture_output=True, text=True)
+    make(check=True)
     tok = tokenizer.load("byte")
     readers = {"conversations": partial(learnable, max_length=10**6), "prompts": prompt_ids}
     kinds = [
@@ -175,10 +175,11 @@ def test_docstrings_become_conversations_and_prompts(tmp_path, monkeypatch):
         for name, ids_of in readers.items()
     ]
     assert kinds == [{tuple}, {list}]
+    refused(make(), "conversations.jsonl: there is one already")
 
 
 def test_every_local_file_that_a_page_names_exists():
-    examples = {"X.py", "test_X.py", "report.md", "reward.py", "FILE.py", "filter.py"}  # placeholders
+    examples = {"X.py", "test_X.py", "report.md", "reward.py", "FILE.py"}  # placeholders
     for page in PAGES:
         names = re.findall(r"`([\w/]+\.(?:py|md|txt|png))`|\]\(([\w/.]+\.\w+)\)|src=\"([^\"]+)\"", read(page))
         for name in {*map("".join, names)} - examples:
