@@ -34,7 +34,7 @@ from corpus.robots import (
     product_token,
 )
 from corpus.statements import as_text, spelled, statements
-from corpus.stores import FILES, licence_key, versions_of, was_not_fetched
+from corpus.stores import FILES, lacks_licence, licence_key, versions_of, was_not_fetched
 from corpus.urls import compiled, disallowing, pattern_of, site_key, split_url
 
 # {reason: its text in the report}.
@@ -60,7 +60,7 @@ UNKNOWN = {
     "tdm-unknown": "the host's tdmrep.json was not fetched",
     "ai-unread": "the host's ai.txt cannot be read",
     "ai-unknown": "the host's ai.txt was not fetched",
-    "rsl-unknown": "names an RSL licence that the store does not have, or that cannot be read",
+    "rsl-unknown": "an RSL licence of the page or host is not in the store, was not fetched or cannot be read",
 }
 # {mark: its text after a number of documents}.
 MARKS = {
@@ -267,7 +267,8 @@ def licence_refusal(url, page, store, robots_files):
     keys |= {key_of_link(url, link) for link in page.links}
     named = [versions_of(store, key) for key in sorted(keys)]
     # A named licence exists somewhere: neither an empty file nor another licence of the site replaces it.
-    marks = set() if all(any(file.strip() for file in files) for files in named) else {"rsl-unknown"}
+    is_known = all(any(file.strip() for file in files) for files in named) and not lacks_licence(store, site)
+    marks = set() if is_known else {"rsl-unknown"}
     # The licences of a site are several files, not snapshots of one.
     for files in [*named, *([file] for file in versions_of(store, site))]:
         (reason, by_older), others = terms_of(files, host, path)

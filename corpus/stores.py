@@ -76,10 +76,12 @@ class Store(dict):
         return key if key in self else twin_of(key)
 
     def join(self, key, keys):
-        """Give a key the files of other keys, which are no snapshots of one file."""
+        """Give a key the files of other keys, which are no snapshots of one file. It is unfetched if one of them is."""
         self[key] = [packed for other in keys for packed in super(Store, self).get(other) or ()]
         if not self.several.isdisjoint(keys):
             self.several.add(key)
+        if any(map(self.was_not_fetched, keys)):
+            self.unfetched.add(key)
 
     def was_not_fetched(self, key):
         """Whether all downloads of the file of a key have failed."""
@@ -98,6 +100,11 @@ def twin_of(key):
 def was_not_fetched(store, key):
     """Whether all downloads of a file have failed, by a Store; another store does not know."""
     return bool(key) and isinstance(store, Store) and store.was_not_fetched(key)
+
+
+def lacks_licence(store, site):
+    """Whether a licence of a site is not known, because its downloads have failed."""
+    return isinstance(store, Store) and store.key_of(site) in store.unfetched
 
 
 def versions_of(store, key):

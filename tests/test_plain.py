@@ -169,20 +169,19 @@ def test_goldfish_breaks_what_the_other_model_recites():
     """Its page is README.md: without Goldfish most dropped bytes are recited, with it at most half of those."""
     done = script("plain.py", f"{ROOT}/README.md")
     [numbers] = re.findall(
-        r"each of (\d+) dropped bytes, the model with Goldfish recites past (\d+) of them, the other past (\d+)\.",
+        r"The model with Goldfish recites past (\d+) of the (\d+) that are not near an end, the other past (\d+)\.",
         done.stdout,
     )
-    holes, with_goldfish, without = map(int, numbers)
+    with_goldfish, holes, without = map(int, numbers)
     assert without > 0.6 * holes and with_goldfish < without / 2
     page, other, broken = (
         re.search(rf"^    {name} +('.*)\|(.*)$", done.stdout, re.M).groups()
         for name in ("the page", "without Goldfish", "with Goldfish")
     )
     assert other == page and broken[0] == page[0] and broken[1][:8] != page[1][:8]
-    # README quotes this output. The last line depends on the machine.
+    # README quotes this output.
     [quoted] = re.findall(r"```text\n(.*Knowing nothing.*?)\n```", open(f"{ROOT}/README.md").read(), re.S)
-    *quoted, last = quoted.splitlines()
-    assert len(quoted) == 7 and last.startswith("train.py's step") and set(quoted) <= set(done.stdout.splitlines())
+    assert len(quoted.splitlines()) == 6 and set(quoted.splitlines()) <= set(done.stdout.splitlines())
 
 
 def test_a_wrong_file_is_one_line(tmp_path):

@@ -874,15 +874,20 @@ def test_a_tdmrep_json_that_cannot_be_read_is_unknown():
         assert judge_document(dict(url="a.org/x", tdm_reservation=0), None, store) == (None, {"known"})
 
 
-def test_a_tdmrep_json_or_ai_txt_that_was_not_fetched_is_unknown_and_one_that_the_store_lacks_is_not(tmp_path):
+def test_a_file_that_was_not_fetched_is_unknown_and_one_that_the_store_lacks_is_not(tmp_path):
     """As of robots.txt, a file of an earlier day counts when the fetch of a later one has failed."""
-    rows = [dict(domain=f"{mark}.org", file=file, content=None) for mark, file in zip(("tdm", "ai"), FILES)]
-    rows += [dict(domain="b.org", file=file, content=content) for file in FILES[:2] for content in ("", None)]
+    rows = [dict(domain=f"{mark}.org", file=file, content=None) for mark, file in zip(("tdm", "ai", "rsl"), FILES)]
+    rows += [dict(domain="b.org", file=file, content=content) for file in FILES for content in ("", None)]
+    rows += [dict(domain="two.org", file=f"/{name}.xml", content=content) for name, content in (("a", ""), ("b", None))]
     store = open_reservations(write_lines(tmp_path / "s.jsonl", rows))
-    deny = dict(store=dict.fromkeys(("tdm.org", "www.ai.org", "b.org", "c.org"), ""), missing="deny")
+    deny = dict(
+        store=dict.fromkeys(("tdm.org", "www.ai.org", "rsl.org", "two.org", "b.org", "c.org"), ""), missing="deny"
+    )
     for host, marks in (
         ("tdm.org", {"tdm-unknown"}),
         ("www.ai.org", {"ai-unknown"}),
+        ("rsl.org", {"rsl-unknown"}),
+        ("two.org", {"rsl-unknown"}),
         ("b.org", set()),
         ("c.org", set()),
     ):
