@@ -7,8 +7,8 @@ block_size = 256
 # reached 1.631 bits/byte, 192 reached 1.754.
 # Few layers for the same reason, but four where there is bf16: in five minutes one thread of Zen 5 reads 6.6M tokens
 # with four layers and reaches 1.201, 9.4M with two and reaches 1.285, 4.1M with four of width 192 and reaches 1.221. A
-# machine that reads only 2.5M (3.6M with two layers) reaches 1.389 (1.367), and two cores of a Xeon with AMX, which read
-# 3.3M (5.6M), reach 1.354 (1.317): there take --n_layer=2.
+# machine that reads only 2.5M (3.6M with two layers) reaches 1.389 (1.367), and two cores of a Xeon with AMX, which
+# read 3.3M (5.6M), reach 1.354 (1.317): there take --n_layer=2.
 n_layer = 4
 n_head = 2
 n_kv_head = 1
