@@ -20,9 +20,11 @@ for path in sorted(glob.glob(sysconfig.get_path("stdlib") + "/*.py")):
             answer = " ".join(ast.get_docstring(node).split("\n\n")[0].split())
             rows.append([dict(role="user", content=question), dict(role="assistant", content=answer)])
 random.Random(1).shuffle(rows)
-for name, part in ("conversations", rows[100:]), ("heldout", rows[:100]), ("prompts", [row[:1] for row in rows[:100]]):
+parts = dict(conversations=rows[100:], heldout=rows[:100], prompts=[row[:1] for row in rows[:100]])
+for name in parts:
     if os.path.exists(f"{name}.jsonl"):
         print(f"{name}.jsonl: there is one already, type this in another folder", file=sys.stderr)
         sys.exit(2)
+for name, part in parts.items():
     with open(f"{name}.jsonl", "w") as f:
         f.writelines(json.dumps(dict(messages=messages)) + "\n" for messages in part)

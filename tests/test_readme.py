@@ -175,7 +175,10 @@ def test_docstrings_become_conversations_and_prompts(tmp_path, monkeypatch):
         for name, ids_of in readers.items()
     ]
     assert kinds == [{tuple}, {list}]
-    refused(make(), "conversations.jsonl: there is one already")
+    # One old file is enough to write none.
+    (tmp_path / "conversations.jsonl").unlink()
+    refused(make(), "heldout.jsonl: there is one already")
+    assert not (tmp_path / "conversations.jsonl").exists()
 
 
 def test_every_local_file_that_a_page_names_exists():
