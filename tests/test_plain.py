@@ -169,7 +169,8 @@ def test_goldfish_breaks_what_the_other_model_recites():
     """Its page is README.md: without Goldfish most dropped bytes are recited, with it at most half of those."""
     done = script("plain.py", f"{ROOT}/README.md")
     [numbers] = re.findall(
-        r"(\d+) of them have enough text around them.* recites past (\d+) of these, the other past (\d+)\.", done.stdout
+        r"(\d+) dropped bytes have enough text around them.* recites past (\d+) of these, the other past (\d+)\.",
+        done.stdout,
     )
     holes, with_goldfish, without = map(int, numbers)
     assert without > 0.6 * holes and with_goldfish < without / 2
